@@ -1,0 +1,101 @@
+"""The words between a front (LLM, or the HTTP process) and the engine core, as msgspec structs.
+
+In one process they are passed as objects; between processes they are msgpack over ZMQ. A front sends Add, Abort and
+Control; the engine answers with StepReport and ControlReply. Request ids are made by the front and unique for its lifetime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvern.sampling_params import SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
+    """A validated request for one completion (n > 1 is several of these). arrival_time is on the monotonic clock."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    tenant: str | None = None
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Idempotent; unknown ids are fine."""
+
+    request_ids: list[str]
+
+
+class Control(msgspec.Struct, tag="control", kw_only=True):
+    """A question or an order outside the flow of requests: "ready", "stats", "requests", "shutdown"."""
+
+    call_id: int
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class ControlReply(msgspec.Struct, tag="reply", kw_only=True):
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+# (token ids, logprobs, rank of the first id): see kvern.step.TokenLogprobs
+WireLogprobs = tuple[list[int], list[float], int]
+
+
+class RequestUpdate(msgspec.Struct, tag="update", kw_only=True, omit_defaults=True):
+    """What a step means for one request beyond its plain new tokens: only sent when there is something to say."""
+
+    logprobs: list[WireLogprobs] | None = None  # one per new token
+    prompt_logprobs: list[WireLogprobs] | None = None  # of prompt tokens [prompt_logprobs_start:]
+    prompt_logprobs_start: int = 0
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    stop_reason: int | None = None  # the stop token id
+    error: str | None = None
+    first_scheduled_time: float | None = None  # with the first token, and at the end
+    num_cached_tokens: int = 0  # likewise
+    num_preemptions: int = 0  # likewise
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The scheduler's state after a step, and totals since start. `waiting_by_reason` keys are BlockedBy values."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_by_reason: dict[str, int] = {}
+    num_blocks: int = 0  # usable ones
+    num_free_blocks: int = 0
+    steps: int = 0
+    scheduled_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    last_step_seconds: float = 0.0
+
+
+class StepReport(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
+    """One step, for all requests it touched. request_ids[i] got the tokens token_ids[i] (may be empty)."""
+
+    request_ids: list[str]
+    token_ids: list[list[int]]
+    updates: dict[str, RequestUpdate] = {}
+    time: float = 0.0  # when the step ended
+    stats: EngineStats | None = None
+
+
+class EngineFailure(msgspec.Struct, tag="failure"):
+    """The engine cannot go on; every live request ends with this error."""
+
+    message: str
+
+
+ToEngine = AddRequest | AbortRequests | Control
+FromEngine = StepReport | ControlReply | EngineFailure
