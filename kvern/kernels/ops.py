@@ -1,0 +1,151 @@
+"""The operations a model is made of, and who computes them.
+
+Layers, models and the runner hold an `Ops` and call nothing else; tensors are opaque handles (`Tensor`, `Plan`,
+`KVCache`) that only the backend which made them can read. Token ids, positions and block tables are NumPy arrays
+on this side. So a backend may bring its own memory, and none of the callers imports torch.
+
+**Batch invariance.** Every op computes an output row from its input row (and the cache) in an order that does not
+depend on how many rows there are, on where the row stands among them, or on the number of threads: the bits of a
+token's result are the same alone or among many, in one chunk or several, with its context cached or computed.
+
+Plan and run are separate: `plan` is called once a step with everything the step knows of its rows, and the ops of
+all layers share what it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tensor = Any  # activations or weights, in the backend's own memory
+Plan = Any  # one step's attention plan
+KVCache = Any  # keys and values of one layer
+RotaryFactors = Any  # cosines and sines of one step's positions
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What attention must know of a step with T tokens in n segments (one segment per scheduled row).
+
+    Tokens of a segment are consecutive in the step; segment i has tokens q_start[i] .. q_start[i] + q_len[i].
+    """
+
+    positions: Int64  # [T] position of each token in its sequence
+    slots: Int64  # [T] where its key and value go: block * block_size + offset
+    q_start: Int64  # [n]
+    q_len: Int64  # [n] tokens of the segment in this step, at least 1
+    context_len: Int64  # [n] tokens of the sequence once this step is written: the last position + 1
+    block_tables: Int32  # [n, most blocks of any segment]; what lies past context_len is never read
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+class Ops(Protocol):
+    """A backend. `T` below is the number of rows of a step, `dtype` that of weights, activations and cache."""
+
+    dtype: DType
+
+    # Memory
+
+    def weight(self, parts: Sequence[Float32]) -> Tensor:
+        """A weight of `dtype` from float32 parts [rows_i, ...], one below the other: several matrices that read the
+        same input become one (fused QKV). The parts are copied."""
+        ...
+
+    def allocate_kv_cache(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> list[KVCache]:
+        """A zeroed cache, one handle per layer. Block 0 is the null block: no op writes to it."""
+        ...
+
+    def copy_blocks(self, caches: Sequence[KVCache], source: Int64, destination: Int64) -> None:
+        """Copy blocks source[i] to destination[i] in all layers. All sources are read before any is written."""
+        ...
+
+    def zero_blocks(self, caches: Sequence[KVCache], blocks: Int64) -> None: ...
+
+    def to_numpy(self, x: Tensor) -> Float32:
+        """A tensor as float32; may share its memory, which is valid until the next op."""
+        ...
+
+    # Row-wise
+
+    def embedding(self, table: Tensor, token_ids: Int32) -> Tensor:
+        """Rows token_ids [T] of table [vocab, hidden] -> [T, hidden]."""
+        ...
+
+    def take_rows(self, x: Tensor, rows: Int64) -> Tensor:
+        """x[rows]."""
+        ...
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Cut x [T, sum(sizes)] along its columns. The parts may share memory with x."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]."""
+        ...
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over groups of len(weight) columns (Zhang and Sennrich 2019):
+        with x [T, hidden] over the hidden state, with x [T, heads * head_dim] over each head."""
+        ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """SwiGLU's gate (Shazeer 2020): silu(a) * b with a, b the halves of x [T, 2 * n] -> [T, n]."""
+        ...
+
+    # Attention
+
+    def plan(self, metadata: AttentionMetadata) -> Plan:
+        """Prepare a step. The result is valid until the next call of `plan`."""
+        ...
+
+    def rotary_table(self, angles: NDArray[np.float64]) -> Tensor:
+        """The table that `rotary_factors` reads, from angles [positions, head_dim / 2] in radians."""
+        ...
+
+    def rotary_factors(self, table: Tensor, plan: Plan) -> RotaryFactors: ...
+
+    def rotary(self, x: Tensor, factors: RotaryFactors) -> Tensor:
+        """Rotate each head of x [T, heads * head_dim] by its token's angles, dimension i with dimension
+        i + head_dim / 2 (RoPE, Su et al. 2021, in the half-split form)."""
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, plan: Plan) -> None:
+        """Write the step's keys and values, both [T, kv_heads * head_dim], to their slots."""
+        ...
+
+    def paged_attention(
+        self, q: Tensor, cache: KVCache, plan: Plan, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Causal attention of q [T, heads * head_dim] to the cached tokens of each one's sequence ->
+        [T, heads * head_dim]. With `window`, a token sees itself and the window - 1 tokens before it.
+
+        Reads only the cache: the step's own keys and values must be written before, so that segments may share
+        blocks which this very step fills.
+        """
+        ...
+
+
+def load_ops(kernels: str = "auto", *, dtype: DType = "float32", threads: int = 1) -> Ops:
+    """The backend `kernels` ("auto", "reference") computing in `dtype` on `threads` threads."""
+    if kernels not in ("auto", "reference"):
+        raise ValueError(f"kernels must be auto or reference, got {kernels!r}")
+    from kvern.kernels.reference import ReferenceOps
+
+    return ReferenceOps(dtype, threads)

@@ -1,0 +1,79 @@
+"""A checkpoint as layers see it: each takes its tensors by name, and says what shape they must have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvern.config import InvalidConfig
+from kvern.kernels.ops import Float32, Ops, Tensor
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+
+
+class InvalidCheckpoint(InvalidConfig):
+    """A checkpoint that does not hold the model its configuration describes; the text names the tensor."""
+
+
+class Checkpoint(Protocol):
+    """Tensors by their Hugging Face name. `load` may be called from several threads."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str) -> NDArray[np.float32]: ...
+
+
+class Weights:
+    """The tensors of `checkpoint` below `prefix`, turned into weights of `ops`. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint, ops: Ops, progress: Progress | None = None) -> None:
+        self.ops = ops
+        self._checkpoint = checkpoint
+        self._names = frozenset(checkpoint.names())
+        self._prefix = ""
+        self._loaded = _Counter(len(self._names), progress)
+
+    def below(self, prefix: str) -> Weights:
+        """The same weights, with `prefix.` put before every name."""
+        found = object.__new__(Weights)
+        found.__dict__.update(self.__dict__)
+        found._prefix = f"{self._prefix}{prefix}."
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._names
+
+    def load(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        """The named tensors, one below the other. Raises InvalidCheckpoint if one is missing or of another shape."""
+        parts: list[Float32] = []
+        for name, shape in shapes.items():
+            name = self._prefix + name
+            if name not in self._names:
+                raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}")
+            if tuple(self._checkpoint.shape(name)) != shape:
+                raise InvalidCheckpoint(
+                    f"tensor {name!r} has shape {list(self._checkpoint.shape(name))}, the configuration wants {list(shape)}"
+                )
+            parts.append(self._checkpoint.load(name))
+            self._loaded.count()
+        return self.ops.weight(parts)
+
+
+class _Counter:
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._lock = threading.Lock()
+        self._progress = progress
+        self._done = 0
+        self._total = total
+
+    def count(self) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += 1
+                self._progress("loading weights", self._done, self._total)

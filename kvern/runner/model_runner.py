@@ -1,0 +1,131 @@
+"""How a step is computed: SchedulerOutput in, ModelRunnerOutput out.
+
+Order of side effects in `execute`, as kvern.step fixes it:
+  1. rows that ended or were preempted are forgotten by the sampler;
+  2. blocks are copied and zeroed in the cache;
+  3. new requests fill their rows, new blocks are appended;
+  4. the model writes keys and values of the step's tokens, layer by layer;
+  5. sampled tokens are appended to their rows: the next step reads them from there.
+The runner owns the cache's memory, the rows and the sampler's state; the scheduler owns which block is whose.
+A row whose logits are not finite fails alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvern.config import SchedulerConfig
+from kvern.kernels.ops import Float32, Int32, Int64, KVCache, Tensor
+from kvern.models.registry import Model
+from kvern.runner.input_batch import InputBatch, StepInputs
+from kvern.sampling.sampler import Sampler
+from kvern.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
+
+_LOGITS_ROWS = 256  # rows of logits computed at a time: bounds their memory, [rows, vocab] float32
+
+
+class _PromptLogprobs(NamedTuple):
+    """A row whose request wants logprobs of its prompt. count: alternatives per token."""
+
+    num_prompt_tokens: int
+    count: int
+
+
+class ModelRunner:
+    """Runs `model` for rows and a cache of the size that `config` names."""
+
+    def __init__(self, model: Model, config: SchedulerConfig) -> None:
+        self.model = model
+        self.ops = model.ops
+        shape = model.config
+        self.caches: list[KVCache] = self.ops.allocate_kv_cache(
+            shape.num_layers, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
+        )
+        self.batch = InputBatch(config)
+        self.sampler = Sampler(shape.vocab_size, config.eos_token_ids)
+        self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply `output` and compute its rows. See kvern.step for both."""
+        self._apply(output)
+        if output.empty:
+            return ModelRunnerOutput.nothing()
+        inputs = self.batch.prepare(output)
+        hidden = self.model(inputs.token_ids, self.ops.plan(inputs.metadata), self.caches)
+        n = len(output.rows)
+        result = ModelRunnerOutput(np.zeros((n, 1), dtype=np.int32), np.zeros(n, dtype=np.int32))
+        if self._prompt_logprobs:
+            self._score_prompts(output, inputs, hidden, result)
+        self._sample(output, inputs, hidden, result)
+        return result
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        for row in (*output.finished_rows, *output.preempted_rows):
+            self.sampler.remove_row(row)
+            self._prompt_logprobs.pop(row, None)
+        if output.blocks_to_swap_out or output.blocks_to_swap_in:
+            raise ValueError("this executor has no host tier to swap blocks with")
+        if output.blocks_to_copy:
+            source, destination = np.array(output.blocks_to_copy, dtype=np.int64).T.copy()
+            self.ops.copy_blocks(self.caches, source, destination)
+        if output.blocks_to_zero:
+            self.ops.zero_blocks(self.caches, np.array(output.blocks_to_zero, dtype=np.int64))
+        self.batch.apply(output)
+        for new in output.new_requests:
+            self._add(new)
+
+    def _add(self, new: NewRequest) -> None:
+        self.sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+        # A request that comes back with output has had its whole prompt computed, and scored, before.
+        if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
+            self._prompt_logprobs[new.row] = _PromptLogprobs(new.num_prompt_tokens, new.sampling.prompt_logprobs)
+
+    def _logits(self, hidden: Tensor, tokens: Int64) -> Float32:
+        return self.ops.to_numpy(self.model.logits(self.ops.take_rows(hidden, tokens)))
+
+    def _sample(self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
+        """Sample where `output.samples` says so; append to the rows, and put into `result`."""
+        sampled = np.flatnonzero(output.samples)
+        for start in range(0, len(sampled), _LOGITS_ROWS):
+            index = sampled[start : start + _LOGITS_ROWS]
+            rows: Int32 = output.rows[index]
+            positions: Int32 = output.num_computed[index] + output.num_new[index]
+            tokens = self.sampler.sample(self._logits(hidden, inputs.last[index]), rows, positions)
+            result.errors.update(tokens.errors)
+            result.logprobs.update({row: [entry] for row, entry in tokens.logprobs.items()})
+            good = np.ones(len(index), dtype=bool)
+            if result.errors:
+                good = np.array([row not in result.errors for row in rows.tolist()])
+            result.token_ids[index, 0] = tokens.token_ids
+            result.count[index] = good
+            self.batch.append(rows[good], positions[good], tokens.token_ids[good])
+            self.sampler.append(rows[good], tokens.token_ids[good])
+
+    def _score_prompts(
+        self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput
+    ) -> None:
+        """Logprobs of the prompt tokens that follow a position computed in this step, for rows that want them."""
+        for i, row in enumerate(output.rows.tolist()):
+            wanted = self._prompt_logprobs.get(row)
+            if wanted is None:
+                continue
+            first = int(output.num_computed[i])
+            end = min(first + int(output.num_new[i]), wanted.num_prompt_tokens - 1)
+            if first >= end:
+                continue
+            entries: list[TokenLogprobs] = []
+            for start in range(first, end, _LOGITS_ROWS):
+                positions = np.arange(start, min(start + _LOGITS_ROWS, end))
+                logits = self._logits(hidden, inputs.metadata.q_start[i] + positions - first)
+                if not np.isfinite(logits.max(axis=1)).all():
+                    result.errors[row] = "the model's logits over the prompt are not finite"
+                    break
+                targets = self.batch.token_ids[row, positions + 1].tolist()
+                entries += [
+                    self.sampler.token_logprobs(line, token, wanted.count)
+                    for line, token in zip(logits, targets, strict=True)
+                ]
+            else:
+                result.prompt_logprobs[row] = (first + 1, entries)
