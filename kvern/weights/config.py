@@ -1,0 +1,207 @@
+"""What a checkpoint says of itself, from config.json or from GGUF metadata, as a ModelConfig.
+
+RoPE scaling comes in two shapes, `ModelConfig.rope_scaling` holds either:
+- from config.json: as it stands there, with "rope_type" ("llama3", "linear", "yarn", ...), see `transformers`;
+- from a GGUF that carries its scaling as a tensor (rope_freqs.weight; Llama 3.1 and later):
+  {"rope_type": "factors", "factors": [head_dim / 2 floats]}, frequency i is theta ** (-2i / head_dim) / factors[i].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvern.config import ModelConfig
+from kvern.weights.dequantize import block_size
+from kvern.weights.files import ModelError, ModelFiles
+from kvern.weights.gguf import GGUFFile
+from kvern.weights.special_tokens import gguf_eos_token_ids, hf_eos_token_ids, read_json
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_HF_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+# The toy models of kvern.testing have bytes for tokens; see kvern.tokenizer.byte_tokenizer.
+_TOY = ModelConfig(
+    architecture="toy",
+    vocab_size=259,
+    hidden_size=1,
+    intermediate_size=1,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position_embeddings=8192,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+
+
+def read_model_config(files: ModelFiles) -> ModelConfig:
+    """Fast: reads no weights, and of a GGUF vocabulary no more than the names of end-of-turn tokens need.
+
+    Raises ModelError if the architecture, or something about it, is not supported.
+    """
+    if files.kind == "toy":
+        return _TOY
+    if files.kind == "gguf":
+        return _from_gguf(GGUFFile(files.location))
+    return _from_hf(files.location)
+
+
+def _unsupported(where: Path, what: str) -> ModelError:
+    return ModelError(f"{where}: {what} is not supported; supported architectures: {', '.join(ARCHITECTURES)}")
+
+
+def _from_hf(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    config = read_json(path)
+    if not config:
+        raise ModelError(f"{folder} has no config.json; a model folder needs one beside its *.safetensors")
+    named = (config.get("architectures") or ["?"])[0]
+    if named not in _HF_ARCHITECTURES:
+        raise _unsupported(path, f"architecture {named}")
+    architecture = _HF_ARCHITECTURES[named]
+    for key, plain in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
+        if config.get(key, plain) != plain:
+            raise _unsupported(path, f"{key} {config[key]!r}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise _unsupported(path, f"quantization method {method!r} (GGUF files may be quantized)")
+    try:
+        heads = int(config["num_attention_heads"])
+        rope_theta, rope_scaling = _hf_rope(path, config)
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            max_position_embeddings=config["max_position_embeddings"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", architecture == "qwen2")),
+            sliding_window=_hf_sliding_window(path, config),
+            bos_token_id=_first(config.get("bos_token_id")),
+            eos_token_ids=hf_eos_token_ids(folder),
+            weights_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        )
+    except KeyError as exc:
+        raise ModelError(f"{path} lacks {exc}") from None
+
+
+def _first(value: Any) -> int | None:
+    return value[0] if isinstance(value, list) and value else value or (0 if value == 0 else None)
+
+
+def _hf_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    # transformers 5 writes rope_parameters, which holds the base too; older versions rope_theta and rope_scaling.
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(parameters.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    parameters["rope_type"] = parameters.pop("type", parameters.get("rope_type", "default"))
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise _unsupported(path, "RoPE that differs between layers")
+    if parameters["rope_type"] == "default":
+        return theta, None
+    return theta, parameters
+
+
+def _hf_sliding_window(path: Path, config: dict[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
+        layers = int(config["num_hidden_layers"])
+        kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * max(layers - full, 0)
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) != {"sliding_attention"}:
+        raise _unsupported(path, "a sliding window in some layers only")
+    return int(window)
+
+
+def _from_gguf(file: GGUFFile) -> ModelConfig:
+    architecture = str(file.metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
+        raise _unsupported(file.path, f"architecture {architecture}")
+    if file.metadata.get("split.count", 1) > 1:
+        raise ModelError(f"{file.path} is one part of a split model; join the parts with llama-gguf-split --merge")
+
+    def get(key: str, default: Any = None) -> Any:
+        value = file.metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise ModelError(f"{file.path} lacks {architecture}.{key}")
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
+                raise _unsupported(file.path, f"{key} that differs between layers")
+            return value[0].item()
+        return value
+
+    if get("expert_count", 0):
+        raise _unsupported(file.path, "a mixture of experts")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path} has no tensor token_embd.weight; it holds a vocabulary only, or is damaged")
+    hidden, heads = int(get("embedding_length")), int(get("attention.head_count"))
+    head_dim = int(get("attention.key_length", hidden // heads))
+    if int(get("rope.dimension_count", head_dim)) != head_dim:
+        raise _unsupported(file.path, "RoPE over a part of each head")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        intermediate_size=int(get("feed_forward_length")),
+        num_layers=int(get("block_count")),
+        num_heads=heads,
+        num_kv_heads=int(get("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        max_position_embeddings=int(get("context_length")),
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        rope_theta=get("rope.freq_base", 10000.0),
+        rope_scaling=_gguf_rope_scaling(file, architecture),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        sliding_window=int(get("attention.sliding_window", 0)) or None,
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=gguf_eos_token_ids(file),
+        weights_dtype=_gguf_dtype(file),
+    )
+
+
+def _gguf_rope_scaling(file: GGUFFile, architecture: str) -> dict[str, Any] | None:
+    entry = file.tensors.get("rope_freqs.weight")
+    if entry is not None:
+        count = int(np.prod(entry.shape))
+        return {"rope_type": "factors", "factors": file.raw(entry, 4 * count).view(np.float32).tolist()}
+    prefix = f"{architecture}.rope.scaling."
+    kind = file.metadata.get(prefix + "type", "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind}
+    names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    for key, name in names.items():
+        if prefix + key in file.metadata:
+            scaling[name] = file.metadata[prefix + key]
+    return scaling
+
+
+def _gguf_dtype(file: GGUFFile) -> str:
+    """What most weights are stored in; "float32" for block formats, which are decoded to it."""
+    sizes: dict[str, int] = {}
+    for entry in file.tensors.values():
+        name = block_size(entry.type)[0]
+        sizes[name] = sizes.get(name, 0) + int(np.prod(entry.shape, dtype=np.int64))
+    most = max(sizes, key=lambda name: sizes[name], default="F32")
+    return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
