@@ -24,7 +24,9 @@ class InvalidConfig(ValueError):
 class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     model: Annotated[
         str,
-        Meta(description="a folder, a .gguf file, a hub id, a built-in name (smollm2-135m-instruct) or toy:history-hash"),
+        Meta(
+            description="a folder, a .gguf file, a hub id, a built-in name (smollm2-135m-instruct) or toy:history-hash"
+        ),
     ] = "smollm2-135m-instruct"
     served_model_name: Annotated[str | None, Meta(description="name in the API; default: the model's own")] = None
     dtype: Annotated[
@@ -37,7 +39,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     seed: Annotated[int, Meta(description="seed of requests that name none")] = 0
 
     max_model_len: Annotated[
-        _AtLeast2 | None, Meta(description="longest prompt + output in tokens; default: the model's, as far as the cache allows")
+        _AtLeast2 | None,
+        Meta(description="longest prompt + output in tokens; default: the model's, as far as the cache allows"),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most requests that run at once")] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 1024
@@ -58,7 +61,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     block_size: Annotated[int, Meta(ge=1, description="tokens in one block of the KV cache")] = 16
     num_blocks: Annotated[
-        _AtLeast2 | None, Meta(description="blocks of the KV cache, block 0 is never used; default: from kv_cache_memory")
+        _AtLeast2 | None,
+        Meta(description="blocks of the KV cache, block 0 is never used; default: from kv_cache_memory"),
     ] = None
     kv_cache_memory: Annotated[
         str | None, Meta(description="size of the KV cache, as 2GiB or 512MiB; default: from the memory that is free")
@@ -67,7 +71,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
 
     check_invariants: Annotated[bool, Meta(description="check the scheduler's state after every step (slow)")] = False
     preempt_probability: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="for tests: preempt a random running request with this probability a step")
+        float,
+        Meta(ge=0.0, le=1.0, description="for tests: preempt a random running request with this probability a step"),
     ] = 0.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="how much to say")] = "info"
 
@@ -80,7 +85,9 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
     """Options of `kvern serve` beside those of the engine."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one, printed at start")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one, printed at start")] = (
+        8000
+    )
     api_key: Annotated[str | None, Meta(description="if set, requests must carry it as a bearer token")] = None
     max_body_size: Annotated[str, Meta(description="largest request body; larger ones get 413")] = "16MiB"
     shutdown_timeout: Annotated[
@@ -133,8 +140,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     max_bypass: Annotated[int, Meta(ge=0)] = 0
     eos_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    preempt_probability: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    num_speculative_tokens: Annotated[int, Meta(ge=0)] = 0
+    async_scheduling: bool = False  # steps are planned before the results of earlier ones are known
 
     def __post_init__(self) -> None:
         if self.batching not in BATCHINGS:

@@ -63,13 +63,12 @@ class Request:
 
     While it runs, its progress stands in the row `row` of the running batch, and only there; `token_ids` and
     `num_computed_tokens` here are what it had when it last entered or left a row. The scheduler's `view()` gives
-    the present state either way.
+    the present state either way, and the reason why a waiting one waits.
     """
 
     __slots__ = (
         "arrival_time",
         "block_hashes",
-        "blocked_by",
         "cache_salt",
         "epoch",
         "error",
@@ -79,6 +78,7 @@ class Request:
         "num_bypassed",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recached_tokens",
@@ -114,7 +114,6 @@ class Request:
         self.token_ids: NDArray[np.int32] = np.asarray(prompt_token_ids, dtype=np.int32)
         self.num_prompt_tokens = len(self.token_ids)
         self.status = RequestStatus.WAITING
-        self.blocked_by: BlockedBy | None = None
         self.serial = -1  # order of arrival, given by the scheduler; the last tie-breaker everywhere
         self.row = -1  # row in the running batch, -1 when not running
         self.epoch = -1  # number of the last admission; results of an older one are stale
@@ -122,6 +121,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # found in the prefix cache at the first admission
         self.num_recached_tokens = 0  # found again when resumed after a preemption
+        self.num_lost_tokens = 0  # were computed when it was last preempted
         self.num_preemptions = 0
         self.num_bypassed = 0  # how many requests overtook it while it was short of blocks
         self.resumed = False  # has run before: goes before others of its rank

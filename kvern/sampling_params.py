@@ -103,7 +103,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         need(self.min_tokens >= 0, "min_tokens", "at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens"
+            )
         for param in ("logprobs", "prompt_logprobs"):
             value = getattr(self, param)
             need(value is None or 0 <= value <= MAX_LOGPROBS, param, f"between 0 and {MAX_LOGPROBS}")
@@ -134,4 +136,5 @@ def _is_int(value: Any) -> bool:
 def child_seed(seed: int, index: int) -> int:
     """Seed of completion `index`: the seed itself for the first, so that n=1 and n>1 agree on it, and for
     the others seed + index * an odd constant (the golden ratio in 64 bits), modulo 2**64."""
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**SEED_BITS
+    child: int = (seed + index * 0x9E3779B97F4A7C15) % (1 << SEED_BITS)
+    return child

@@ -44,7 +44,7 @@ class NewBlocks(NamedTuple):
     """Blocks appended to tables of rows that were in the batch before: table[rows[i]][index[i]] = blocks[i]."""
 
     rows: Int32
-    index: Int32
+    index: Int32  # type: ignore[assignment]
     blocks: Int32
 
     @staticmethod
@@ -164,6 +164,15 @@ class StepOutputs:
     finished: list[FinishedRequest] = field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+
+    def add(self, request_id: str, tokens: Int32) -> None:
+        """Tokens of one more request, outside the columns: the exception, not the rule."""
+        width = max(self.token_ids.shape[1], len(tokens))
+        ids = np.zeros((len(self.request_ids) + 1, width), dtype=np.int32)
+        ids[:-1, : self.token_ids.shape[1]] = self.token_ids
+        ids[-1, : len(tokens)] = tokens
+        self.request_ids = [*self.request_ids, request_id]
+        self.token_ids, self.count = ids, np.append(self.count, np.int32(len(tokens)))
 
     def tokens(self) -> dict[str, list[int]]:
         """{request id: tokens}, for people and tests."""

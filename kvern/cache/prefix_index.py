@@ -1,0 +1,97 @@
+"""Which block holds which prefix: a hash of everything that shaped a block's keys and values -> the block.
+
+Hashes are chained, so that equal hashes mean equal prefixes, not only equal blocks:
+
+    root       = sha256(version, cache salt)              one per name space
+    hash of i  = sha256(hash of i - 1, token ids of block i)
+
+SHA-256 is collision-resistant (a forged prefix cannot read another user's cache) and equal in every process and on
+every machine; token ids enter as little-endian int32.
+"""
+
+from __future__ import annotations
+
+import sys
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+_VERSION = b"kvern prefix 1"
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """The hash before the first block. Requests with different roots never share a block."""
+    if cache_salt is None:
+        return sha256(_VERSION).digest()
+    return sha256(_VERSION + b" salt " + cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def extend_hashes(
+    hashes: list[bytes], root: bytes, token_ids: NDArray[np.int32], num_tokens: int, block_size: int
+) -> None:
+    """Append to `hashes` (of the first blocks of token_ids, in order) those of the further full blocks among the
+    first `num_tokens` tokens."""
+    first, end = len(hashes), num_tokens // block_size
+    if first >= end:
+        return
+    tokens = token_ids[first * block_size : end * block_size]
+    if sys.byteorder == "big":
+        tokens = tokens.byteswap()
+    data, width = tokens.tobytes(), 4 * block_size
+    parent = hashes[-1] if hashes else root
+    for offset in range(0, len(data), width):
+        parent = sha256(parent + data[offset : offset + width]).digest()
+        hashes.append(parent)
+
+
+class PrefixIndex:
+    """Hash -> block, and back. One block per hash: of two blocks with equal content the first stays hittable and
+    the second stays unhashed (a table, once written, is never changed to point elsewhere)."""
+
+    def __init__(self) -> None:
+        self.version = 0  # changes whenever a lookup might give another answer
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def is_hashed(self, block: int) -> bool:
+        return block in self._hash_of
+
+    def hash_of(self, block: int) -> bytes | None:
+        return self._hash_of.get(block)
+
+    def items(self) -> list[tuple[int, bytes]]:
+        """(block, hash) of everything that can be hit."""
+        return list(self._hash_of.items())
+
+    def insert(self, block_hash: bytes, block: int) -> bool:
+        """Make `block` hittable. False, and nothing done, if an equal block already is."""
+        if block_hash in self._block_of:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        self.version += 1
+        return True
+
+    def remove(self, block: int) -> None:
+        """`block` can no longer be hit."""
+        del self._block_of[self._hash_of.pop(block)]
+        self.version += 1
+
+    def clear(self) -> None:
+        self._block_of.clear()
+        self._hash_of.clear()
+        self.version += 1
+
+    def longest_prefix(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest run of `hashes`, from the first, that can be hit."""
+        blocks, block_of = [], self._block_of
+        for block_hash in hashes:
+            block = block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks

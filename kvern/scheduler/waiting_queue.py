@@ -1,0 +1,78 @@
+"""Requests that wait, in the order in which they will be tried.
+
+The order is (the policy's rank, resumed ones first, arrival, serial): a list kept sorted, so that the head costs
+nothing however long the queue is. Requests that wait for something other than their turn (a grammar, a transfer) are
+*parked*: they hold no row, are not walked over at each step, and come back to their own place when they are ready.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvern.request import Request
+
+_Entry = tuple[Any, Request]
+
+
+def _key(entry: _Entry) -> Any:
+    return entry[0]
+
+
+class WaitingQueue:
+    def __init__(self, rank: Callable[[Request], Any]) -> None:
+        self._rank = rank
+        self._entries: list[_Entry] = []  # sorted by key; keys are unique through the serial
+        self._keys: dict[str, Any] = {}  # request id -> key, of those in _entries
+        self._parked: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        """Parked ones included."""
+        return len(self._entries) + len(self._parked)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._keys or request.id in self._parked
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order, then the parked ones."""
+        yield from (request for _, request in self._entries)
+        yield from self._parked.values()
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._entries)
+
+    def at(self, place: int) -> Request:
+        """The ready request at `place`, 0 = the head."""
+        return self._entries[place][1]
+
+    def parked(self) -> list[Request]:
+        return list(self._parked.values())
+
+    def add(self, request: Request) -> None:
+        key = (self._rank(request), not request.resumed, request.arrival_time, request.serial)
+        self._keys[request.id] = key
+        insort(self._entries, (key, request), key=_key)
+
+    def park(self, request: Request) -> None:
+        """Set aside until unpark()."""
+        if request.id in self._keys:
+            self.remove(request)
+        self._parked[request.id] = request
+
+    def unpark(self, request: Request) -> None:
+        self.add(self._parked.pop(request.id))
+
+    def remove(self, request: Request) -> None:
+        if self._parked.pop(request.id, None) is None:
+            del self._entries[bisect_left(self._entries, self._keys.pop(request.id), key=_key)]
+
+    def set_rank(self, rank: Callable[[Request], Any]) -> None:
+        """Another order for everybody who waits."""
+        self._rank = rank
+        requests = [request for _, request in self._entries]
+        self._entries.clear()
+        self._keys.clear()
+        for request in requests:
+            self.add(request)

@@ -1,0 +1,209 @@
+"""The history-hash toy model: an executor without weights whose tokens betray any mistake in the cache.
+
+Its "keys and values" are the token ids and positions themselves, written into the slots that the block tables name.
+The next token is a fixed hash of all ids and positions read back through the row's own block table. So a wrong block,
+position, copy or stale token changes the text, and a request alone, in company, in chunks, cached, preempted or forked
+must give exactly the same one.
+
+Greedy requests get the hashed token itself; anything else goes through the real sampler, on made-up logits in which
+the hashed token is the likeliest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvern.config import ModelConfig, SchedulerConfig
+from kvern.sampling_params import SamplingParams
+from kvern.step import Int32, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from kvern.sampling.sampler import Sampler
+
+VOCAB_SIZE = 259  # the byte tokenizer's: 3 special ids, then one id per byte
+EOS_TOKEN_ID = 2
+_FIRST_PRINTABLE, _NUM_PRINTABLE = 3 + 0x20, 95
+
+TOY_MODEL = ModelConfig(
+    architecture="history-hash",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=1,
+    intermediate_size=1,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position_embeddings=4096,
+    eos_token_ids=(EOS_TOKEN_ID,),
+)
+
+
+def history_hash(history: NDArray[np.int64]) -> int:
+    """64 bits of everything a token depends on. history: int64, id + position * 2**32 of each token, in order."""
+    return int.from_bytes(blake2b(history.astype("<i8").tobytes(), digest_size=8).digest(), "little")
+
+
+def next_token(history: NDArray[np.int64]) -> int:
+    """The greedy token after `history`: printable ASCII, so that toy text can be read."""
+    return _FIRST_PRINTABLE + history_hash(history) % _NUM_PRINTABLE
+
+
+def toy_logits(history: NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> NDArray[np.float32]:
+    """Made-up logits [vocab_size] whose argmax is next_token(history)."""
+    noise = np.random.Generator(np.random.Philox(key=history_hash(history))).standard_normal(vocab_size)
+    logits = noise.astype(np.float32)
+    logits[next_token(history)] = logits.max() + 1.0
+    return logits
+
+
+def reference_tokens(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the toy model says after `prompt`, computed without any cache: the oracle."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        history = np.asarray(ids, dtype=np.int64) + (np.arange(len(ids), dtype=np.int64) << 32)
+        ids.append(next_token(history))
+    return ids[len(prompt) :]
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]
+    num_prompt_tokens: int
+    table: list[int]
+    sampling: SamplingParams
+    plain: bool  # greedy, and nothing else asked
+
+
+class HistoryHashExecutor:
+    """Computes steps of the toy model, from SchedulerOutputs alone."""
+
+    def __init__(self, config: SchedulerConfig, vocab_size: int = VOCAB_SIZE) -> None:
+        self.block_size = config.block_size
+        self.vocab_size = vocab_size
+        self._eos = config.eos_token_ids
+        self.kv: NDArray[np.int64] = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
+        self._rows: dict[int, _Row] = {}
+        self._sampler: Sampler | None = None
+
+    def execute(self, output: SchedulerOutput, forced: dict[int, list[int]] | None = None) -> ModelRunnerOutput:
+        """`forced`: row -> tokens to deliver in place of the model's, for tests that script a run."""
+        self._apply(output)
+        for row, start, n in zip(
+            output.rows.tolist(), output.num_computed.tolist(), output.num_new.tolist(), strict=True
+        ):
+            self._write(row, start, n, output.draft_tokens.get(row, []))
+        result = ModelRunnerOutput.of([])
+        tokens: list[list[int]] = []
+        ends = output.num_computed + output.num_new
+        for i, row in enumerate(output.rows.tolist()):
+            self._prompt_logprobs(row, int(output.num_computed[i]), int(ends[i]), result)
+            if forced is not None and row in forced:
+                chosen = list(forced[row])
+            elif output.samples[i]:
+                chosen = self._sample(row, int(ends[i]), output.draft_tokens.get(row, []), result)
+            else:
+                chosen = []
+            self._rows[row].tokens += chosen
+            if self._sampler is not None and not self._rows[row].plain:
+                for token in chosen:
+                    self._sampler.append(_one(row), _one(token))
+            tokens.append(chosen)
+        filled = ModelRunnerOutput.of(tokens)
+        result.token_ids, result.count = filled.token_ids, filled.count
+        return result
+
+    def shutdown(self) -> None:
+        pass
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        for row in [*output.finished_rows, *output.preempted_rows]:
+            gone = self._rows.pop(row, None)
+            if gone is not None and not gone.plain and self._sampler is not None:
+                self._sampler.remove_row(row)
+        if output.blocks_to_copy:
+            sources, destinations = (list(side) for side in zip(*output.blocks_to_copy, strict=True))
+            self.kv[destinations] = self.kv[sources]
+        for new in output.new_requests:
+            plain = _is_plain(new.sampling)
+            tokens = new.token_ids.tolist()
+            self._rows[new.row] = _Row(tokens, new.num_prompt_tokens, list(new.block_ids), new.sampling, plain)
+            if not plain:
+                self._the_sampler().add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+        blocks = output.new_blocks
+        for row, index, block in zip(blocks.rows.tolist(), blocks.index.tolist(), blocks.blocks.tolist(), strict=True):
+            table = self._rows[row].table
+            assert index == len(table), f"row {row}: block {block} goes to place {index}, the table has {len(table)}"
+            table.append(block)
+
+    def _write(self, row: int, start: int, n: int, drafts: list[int]) -> None:
+        state = self._rows[row]
+        ids = (state.tokens + drafts)[start : start + n]
+        assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
+        for position, token in enumerate(ids, start):
+            block = state.table[position // self.block_size]
+            self.kv[block, position % self.block_size] = token + (position << 32)
+
+    def _history(self, row: int, length: int) -> NDArray[np.int64]:
+        table = self._rows[row].table[: -(-length // self.block_size)]
+        return self.kv[table].reshape(-1)[:length]
+
+    def _sample(self, row: int, end: int, drafts: list[int], result: ModelRunnerOutput) -> list[int]:
+        """The tokens after position end - 1 - drafts: drafts as long as the model agrees, then one of its own."""
+        chosen: list[int] = []
+        for k in range(len(drafts) + 1):
+            chosen.append(self._one_token(row, end - len(drafts) + k, result))
+            if k < len(drafts) and chosen[-1] != drafts[k]:
+                break
+        return chosen
+
+    def _one_token(self, row: int, length: int, result: ModelRunnerOutput) -> int:
+        history = self._history(row, length)
+        if self._rows[row].plain:
+            return next_token(history)
+        logits = toy_logits(history, self.vocab_size)[None]
+        sampled = self._the_sampler().sample(logits, _one(row), _one(length))
+        result.errors.update(sampled.errors)
+        if row in sampled.logprobs:
+            result.logprobs.setdefault(row, []).append(sampled.logprobs[row])
+        return int(sampled.token_ids[0])
+
+    def _prompt_logprobs(self, row: int, start: int, end: int, result: ModelRunnerOutput) -> None:
+        """Logprobs of the prompt tokens that follow positions start .. end - 1."""
+        state = self._rows[row]
+        count = state.sampling.prompt_logprobs
+        if count is None or start + 1 >= state.num_prompt_tokens:
+            return
+        entries: list[TokenLogprobs] = []
+        for position in range(start + 1, min(end + 1, state.num_prompt_tokens)):
+            logits = toy_logits(self._history(row, position), self.vocab_size)
+            entries.append(self._the_sampler().token_logprobs(logits, state.tokens[position], count))
+        result.prompt_logprobs[row] = (start + 1, entries)
+
+    def _the_sampler(self) -> Sampler:
+        if self._sampler is None:
+            from kvern.sampling.sampler import Sampler
+
+            self._sampler = Sampler(self.vocab_size, self._eos)
+        return self._sampler
+
+
+def _one(value: int) -> Int32:
+    return np.array([value], dtype=np.int32)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Greedy, and nothing that could make the result differ from the argmax."""
+    return (
+        sampling.greedy
+        and sampling.logprobs is None
+        and sampling.prompt_logprobs is None
+        and not sampling.logit_bias
+        and sampling.min_tokens == 0
+        and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+        and sampling.repetition_penalty == 1.0
+    )
