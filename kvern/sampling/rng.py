@@ -29,8 +29,18 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1), a multiple of 2**-53, that belongs to `position` of the sequence under `seed`.
 
-    The key is the seed modulo 2**64, so that -1 and 2**64 - 1 are the same seed; the counter is the position.
+    Seeds count modulo 2**64: -1 and 2**64 - 1 are the same one.
     """
+    return (_bits(seed, position, 0) >> 11) * 2.0**-53
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of the request number `index` under `seed`, 64 bits; no number that `uniform` uses."""
+    return _bits(seed, index, 1)
+
+
+def _bits(seed: int, index: int, purpose: int) -> int:
+    """64 bits: the key is the seed, the counter the index and what the bits are for."""
     key = (seed & _MASK, seed >> 32 & _MASK)
-    high, low, _, _ = philox4x32((position & _MASK, position >> 32 & _MASK, 0, 0), key)
-    return ((high << 32 | low) >> 11) * 2.0**-53
+    high, low, _, _ = philox4x32((index & _MASK, index >> 32 & _MASK, purpose, 0), key)
+    return high << 32 | low
