@@ -134,8 +134,7 @@ class ReferenceOps:
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype)
         start = 0
         for part in parts:
-            writeable = part if part.flags.writeable else part.copy()  # torch takes no read-only memory
-            out[start : start + len(part)].copy_(torch.from_numpy(writeable))
+            out[start : start + len(part)].copy_(torch.from_numpy(part))
             start += len(part)
         return out
 
@@ -168,7 +167,7 @@ class ReferenceOps:
         return x.index_select(0, torch.from_numpy(rows))
 
     def split(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        return x.split(list(sizes), dim=-1)
+        return torch.split(x, list(sizes), dim=-1)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         n = len(x)

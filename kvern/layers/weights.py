@@ -46,9 +46,6 @@ class Weights:
         found._prefix = f"{self._prefix}{prefix}."
         return found
 
-    def __contains__(self, name: str) -> bool:
-        return self._prefix + name in self._names
-
     def load(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
         """The named tensors, one below the other. Raises InvalidCheckpoint if one is missing or of another shape."""
         parts: list[Float32] = []
@@ -56,10 +53,9 @@ class Weights:
             name = self._prefix + name
             if name not in self._names:
                 raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}")
-            if tuple(self._checkpoint.shape(name)) != shape:
-                raise InvalidCheckpoint(
-                    f"tensor {name!r} has shape {list(self._checkpoint.shape(name))}, the configuration wants {list(shape)}"
-                )
+            found = tuple(self._checkpoint.shape(name))
+            if found != shape:
+                raise InvalidCheckpoint(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
             parts.append(self._checkpoint.load(name))
             self._loaded.count()
         return self.ops.weight(parts)

@@ -65,42 +65,33 @@ class Llama:
 
     def attention(self, weights: Weights) -> Attention:
         bias = self.config.attention_bias
-        return self.make_attention(self.qkv(weights, bias=bias), self.attention_out(weights, bias=bias))
+        return self.make_attention(weights, qkv_bias=bias, out_bias=bias)
 
     def lm_head(self, weights: Weights) -> Linear:
         if self.config.tie_word_embeddings:
             return self.embedding.as_head()
         return Linear.load(weights, self.config.hidden_size, {"lm_head": self.config.vocab_size})
 
-    # What descendants put their attention together from
-
-    def qkv(self, weights: Weights, *, bias: bool) -> Linear:
-        config = self.config
-        kv_size = config.num_kv_heads * config.head_dim
-        sizes = {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        return Linear.load(weights, config.hidden_size, sizes, bias=bias)
-
-    def attention_out(self, weights: Weights, *, bias: bool) -> Linear:
-        config = self.config
-        return Linear.load(weights, config.num_heads * config.head_dim, {"o_proj": config.hidden_size}, bias=bias)
-
     def make_attention(
         self,
-        qkv: Linear,
-        out: Linear,
+        weights: Weights,
         *,
+        qkv_bias: bool,
+        out_bias: bool,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        window: int | None = None,
     ) -> Attention:
+        """Attention as the configuration describes it, with what the architecture adds."""
         config = self.config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         return Attention(
-            qkv,
-            out,
+            Linear.load(weights, config.hidden_size, qkv_sizes, bias=qkv_bias),
+            Linear.load(weights, q_size, {"o_proj": config.hidden_size}, bias=out_bias),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             q_norm=q_norm,
             k_norm=k_norm,
-            window=window,
+            window=config.sliding_window,
         )

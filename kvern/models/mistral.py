@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): Llama whose tokens see only a window of those before them."""
+"""Mistral (Jiang et al. 2023): Llama without biases, whose tokens may see only a window of those before them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,4 @@ from kvern.models.llama import Llama
 
 class Mistral(Llama):
     def attention(self, weights: Weights) -> Attention:
-        return self.make_attention(
-            self.qkv(weights, bias=False), self.attention_out(weights, bias=False), window=self.config.sliding_window
-        )
+        return self.make_attention(weights, qkv_bias=False, out_bias=False)

@@ -9,4 +9,4 @@ from kvern.models.llama import Llama
 
 class Qwen2(Llama):
     def attention(self, weights: Weights) -> Attention:
-        return self.make_attention(self.qkv(weights, bias=True), self.attention_out(weights, bias=False))
+        return self.make_attention(weights, qkv_bias=True, out_bias=False)

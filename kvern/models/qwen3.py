@@ -12,8 +12,9 @@ class Qwen3(Llama):
     def attention(self, weights: Weights) -> Attention:
         config = self.config
         return self.make_attention(
-            self.qkv(weights, bias=config.attention_bias),
-            self.attention_out(weights, bias=config.attention_bias),
+            weights,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
             q_norm=RMSNorm.load(weights, "q_norm", config.head_dim, config.rms_norm_eps),
             k_norm=RMSNorm.load(weights, "k_norm", config.head_dim, config.rms_norm_eps),
         )

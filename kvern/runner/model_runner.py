@@ -27,10 +27,10 @@ _LOGITS_ROWS = 256  # rows of logits computed at a time: bounds their memory, [r
 
 
 class _PromptLogprobs(NamedTuple):
-    """A row whose request wants logprobs of its prompt. count: alternatives per token."""
+    """A row whose request wants logprobs of its prompt. top: alternatives per token."""
 
     num_prompt_tokens: int
-    count: int
+    top: int
 
 
 class ModelRunner:
@@ -124,7 +124,7 @@ class ModelRunner:
                     break
                 targets = self.batch.token_ids[row, positions + 1].tolist()
                 entries += [
-                    self.sampler.token_logprobs(line, token, wanted.count)
+                    self.sampler.token_logprobs(line, token, wanted.top)
                     for line, token in zip(logits, targets, strict=True)
                 ]
             else:

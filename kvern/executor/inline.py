@@ -1,0 +1,145 @@
+"""From options to an executor that computes in this process: find the model, size the cache, load the weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig, parse_bytes
+from kvern.executor.base import Executor
+from kvern.executor.machine import available_memory, usable_cores
+from kvern.runner.model_runner import ModelRunner
+from kvern.step import ModelRunnerOutput, SchedulerOutput
+from kvern.weights.checkpoint import Checkpoint, open_checkpoint
+from kvern.weights.config import read_model_config
+from kvern.weights.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_CACHE_SHARE = 0.4  # of the memory that is free beside the weights
+_TOY_MODELS = ("history-hash",)
+
+
+class InlineExecutor:
+    """Computes steps in the thread that calls it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        if self._runner is None:
+            raise RuntimeError("the executor was shut down")
+        return self._runner.execute(output)
+
+    def shutdown(self) -> None:
+        self._runner = None
+
+
+def load_executor(
+    config: EngineConfig, *, progress: Progress | None = None
+) -> tuple[Executor, SchedulerConfig, ModelConfig]:
+    """The executor for `config`, the scheduler's limits, and what the model says of itself.
+
+    What cannot work is refused before weights are read. Raises InvalidConfig naming the option to change; a model
+    that cannot be found or read is one too (ModelError, InvalidCheckpoint).
+    """
+    files = resolve_model(config.model)
+    model_config = read_model_config(files)
+    if files.kind == "toy":
+        return _load_toy(config, files.name, model_config)
+    checkpoint = open_checkpoint(files)
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    free = _free_beside_weights(checkpoint, dtype)
+    limits = size_cache(config, model_config, bytes_per_element=_BYTES[dtype], free_memory=free)
+
+    from kvern.kernels.ops import load_ops
+    from kvern.models.registry import load_model
+
+    ops = load_ops(config.kernels, dtype=dtype, threads=config.threads or usable_cores())
+    model = load_model(model_config, checkpoint, ops, max_model_len=limits.max_model_len, progress=progress)
+    return InlineExecutor(ModelRunner(model, limits)), limits, model_config
+
+
+def _load_toy(
+    config: EngineConfig, name: str, model_config: ModelConfig
+) -> tuple[Executor, SchedulerConfig, ModelConfig]:
+    from kvern.testing.toy import HistoryHashExecutor
+
+    limits = size_cache(config, model_config, bytes_per_element=4, free_memory=available_memory())
+    return HistoryHashExecutor(limits), limits, model_config
+
+
+def _free_beside_weights(checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes that will be free once the weights are loaded. Raises InvalidConfig if they cannot be."""
+    need = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()) * _BYTES[dtype]
+    free = available_memory()
+    if need > free:
+        hint = "; dtype bfloat16 needs half of that" if dtype == "float32" else ""
+        raise InvalidConfig(f"the weights need {_size(need)} in {dtype}, {_size(free)} of memory are free{hint}")
+    return free - need
+
+
+def size_cache(
+    config: EngineConfig, model: ModelConfig, *, bytes_per_element: int, free_memory: int
+) -> SchedulerConfig:
+    """The scheduler's limits, with a cache that fits into `free_memory` bytes.
+
+    num_blocks, else kv_cache_memory, else a share of the free memory, of which no more than max_num_seqs requests of
+    max_model_len tokens can fill. A max_model_len that was asked for and does not fit is refused; the model's own is
+    lowered, with a warning. Raises InvalidConfig.
+    """
+    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element)
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise InvalidConfig(
+            f"max_model_len {longest} is above the {model.max_position_embeddings} positions the model was made for"
+        )
+    blocks_for_longest = -(-longest // config.block_size)
+    if config.num_blocks is not None:
+        num_blocks, source = config.num_blocks, f"num_blocks {config.num_blocks}"
+    elif config.kv_cache_memory is not None:
+        size = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+        num_blocks, source = size // block_bytes, f"kv_cache_memory {config.kv_cache_memory}"
+    else:
+        share = int(free_memory * _CACHE_SHARE)
+        num_blocks = min(share // block_bytes, blocks_for_longest * config.max_num_seqs + 1)
+        source = f"{_size(share)}, the default share of {_size(free_memory)} free memory,"
+    if num_blocks * block_bytes > free_memory:
+        raise InvalidConfig(
+            f"{source} makes a KV cache of {_size(num_blocks * block_bytes)}, {_size(free_memory)} of memory are free"
+        )
+    if num_blocks < 2:
+        raise InvalidConfig(
+            f"{source} is too small for a KV cache: it needs 2 blocks or more, of {_size(block_bytes)} each; "
+            "set kv_cache_memory or num_blocks"
+        )
+    room = (num_blocks - 1) * config.block_size  # block 0 is never used
+    if longest > room:
+        need = (blocks_for_longest + 1) * block_bytes
+        text = f"{longest} tokens need a KV cache of {_size(need)}, {source} has room for {room}"
+        if config.max_model_len is not None:
+            raise InvalidConfig(
+                f"max_model_len {text}; lower max_model_len to {room}, or raise kv_cache_memory to {_size(need)} "
+                f"(num_blocks {blocks_for_longest + 1})"
+            )
+        logger.warning("max_model_len lowered to %d: the model's %s; kv_cache_memory sets it", room, text)
+        longest = room
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %s; max_model_len %d",
+        num_blocks, config.block_size, _size(num_blocks * block_bytes), longest,
+    )  # fmt: skip
+    derived = {"num_blocks": num_blocks, "max_model_len": longest, "eos_token_ids": model.eos_token_ids}
+    same = {name: getattr(config, name) for name in SchedulerConfig.__struct_fields__ if hasattr(config, name)}
+    return SchedulerConfig(**(same | derived))
+
+
+def _size(num_bytes: int) -> str:
+    """A size that `kv_cache_memory` would take back, rounded up."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 10 * size or unit == "KiB":
+            return f"{-(-num_bytes // size)}{unit}"
+    raise AssertionError
