@@ -4,8 +4,8 @@ Names are those of Hugging Face's `transformers` ("model.layers.0.self_attn.q_pr
 weight matrix is [out features, in features], also for GGUF.
 
 Rows of q_proj and k_proj: rotary embedding pairs element i of a head with element i + d/2 (Hugging Face), or 2i with
-2i + 1 (ggml, for the llama family only). So a llama GGUF stores HF row (head, s, i) as row (head, i, s), where s is 0 or
-1 and i < d/2. It is undone here, on the packed rows, before they are decoded.
+2i + 1 (ggml, for the llama family only). So a llama GGUF stores HF row (head, s, i) as row (head, i, s), with s 0 or 1
+and i < d/2. It is undone here, on the packed rows, before they are decoded.
 """
 
 from __future__ import annotations

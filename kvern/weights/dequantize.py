@@ -146,7 +146,7 @@ def _q4_k(blocks: Bytes, out: Floats) -> None:
 
 
 def _q6_k(blocks: Bytes, out: Floats) -> None:
-    # Two halves of 128 weights, each: low 4 bits in 64 bytes, high 2 bits in 32. 16 scales of 8 bits, one for 16 weights.
+    # Two halves of 128 weights: low 4 bits in 64 bytes, high 2 bits in 32. 16 scales of 8 bits, one for 16 weights.
     n = len(blocks)
     low = blocks[:, :128].reshape(n, 2, 2, 32)
     high = blocks[:, 128:192].reshape(n, 2, 32)

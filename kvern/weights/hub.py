@@ -70,7 +70,7 @@ class ModelEntry:
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
-    """Folder of fetched models: models/ in `override`, else in $KVERN_CACHE, else in ~/.cache/kvern (or XDG's place)."""
+    """Folder of fetched models: models/ in `override`, else in $KVERN_CACHE, else in ~/.cache/kvern (XDG applies)."""
     root = override or os.environ.get("KVERN_CACHE")
     if not root:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvern"
