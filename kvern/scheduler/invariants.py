@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from kvern.cache.block_pool import NULL_BLOCK
 from kvern.request import RequestStatus
+from kvern.scheduler.admission import Admission
+from kvern.scheduler.state import SchedulerState
 
-if TYPE_CHECKING:
-    from kvern.scheduler.scheduler import Scheduler
 
-
-def check(scheduler: Scheduler) -> None:
+def check(state: SchedulerState, admission: Admission) -> None:
     """Raise AssertionError naming the first contradiction. Call between schedule() and update, or after it."""
-    _check_batch(scheduler)
-    _check_blocks(scheduler)
-    _check_queue(scheduler)
+    _check_batch(state)
+    _check_blocks(state)
+    _check_queue(state, admission)
 
 
-def _check_batch(scheduler: Scheduler) -> None:
-    batch, config = scheduler.batch, scheduler.config
+def _check_batch(state: SchedulerState) -> None:
+    batch, config = state.batch, state.config
     order = batch.order.tolist()
     assert len(order) == len(set(order)) == len(batch), "a row stands twice in the order"
     assert len(order) <= config.max_num_seqs, f"{len(order)} requests run, max_num_seqs is {config.max_num_seqs}"
-    used = int(scheduler.budget.by_row.sum())
-    assert used + scheduler.budget.remaining == config.max_num_batched_tokens, "the budget does not add up"
-    assert scheduler.budget.remaining >= 0, "more tokens were handed out than max_num_batched_tokens"
+    used = int(state.budget.by_row.sum())
+    assert used + state.budget.remaining == config.max_num_batched_tokens, "the budget does not add up"
+    assert state.budget.remaining >= 0, "more tokens were handed out than max_num_batched_tokens"
     keys = []
     for row in order:
         request = batch.request_at(row)
         who = f"request {request.id} in row {row}"
         assert request.row == row and request.status is RequestStatus.RUNNING, f"{who} is {request.status.name}"
-        assert scheduler.requests.get(request.id) is request, f"{who} is not live"
+        assert state.requests.get(request.id) is request, f"{who} is not live"
         computed, tokens = int(batch.num_computed[row]), int(batch.num_tokens[row])
         most = tokens + int(batch.num_drafts[row]) + int(batch.num_placeholders[row])
         assert 0 <= computed <= most, f"{who}: {computed} computed of {most}"
         assert tokens <= int(batch.max_total[row]) <= config.max_model_len, f"{who}: {tokens} tokens, over its limit"
         held = int(batch.num_blocks[row]) * config.block_size
         assert computed <= held, f"{who}: {computed} tokens computed, its blocks hold {held}"
-        keys.append(scheduler._running_key(request))
+        keys.append(state.running_key(request))
     assert keys == sorted(keys), "the running order is not sorted"
     rows = [r for r in range(config.max_num_seqs) if batch.requests[r] is not None]
     assert rows == sorted(order), "a row is taken that is not in the order"
 
 
-def _check_blocks(scheduler: Scheduler) -> None:
-    batch, pool, index = scheduler.batch, scheduler.cache.pool, scheduler.cache.index
+def _check_blocks(state: SchedulerState) -> None:
+    batch, pool, index = state.batch, state.cache.pool, state.cache.index
     held: Counter[int] = Counter()
     for row in batch.order.tolist():
         table = batch.table_of(row).tolist()
@@ -65,13 +63,13 @@ def _check_blocks(scheduler: Scheduler) -> None:
         assert index.longest_prefix([block_hash]) == [block], f"block {block} and its hash point past each other"
 
 
-def _check_queue(scheduler: Scheduler) -> None:
-    waiting = list(scheduler.waiting)
-    assert len(waiting) == len(scheduler.waiting)
-    assert len(waiting) + len(scheduler.batch) == len(scheduler.requests), "a live request neither runs nor waits"
+def _check_queue(state: SchedulerState, admission: Admission) -> None:
+    waiting = list(state.waiting)
+    assert len(waiting) == len(state.waiting)
+    assert len(waiting) + len(state.batch) == len(state.requests), "a live request neither runs nor waits"
     for request in waiting:
-        assert scheduler.requests.get(request.id) is request and request.row < 0, f"{request.id} waits and is not live"
+        assert state.requests.get(request.id) is request and request.row < 0, f"{request.id} waits and is not live"
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.id} {request.status.name}"
-        assert scheduler.blocked_by(request) is not None, f"{request.id} waits without a reason"
-    if not scheduler.requests:
-        assert scheduler.num_free_blocks == scheduler.cache.num_usable_blocks, "nobody lives and blocks are held"
+        assert admission.blocked_by(request) is not None, f"{request.id} waits without a reason"
+    if not state.requests:
+        assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"

@@ -25,19 +25,15 @@ class RandomPreemption:
         """The id of the request that was preempted, if one was."""
         if not self.probability or self._random.random() >= self.probability:
             return None
-        batch = scheduler.batch
-        ready = [
-            request
-            for request in batch.requests_in_order()
-            if int(batch.num_tokens[request.row]) > self._tokens_then.get(request.id, -1)
-        ]
+        running = [scheduler.view(request) for request in scheduler.running()]
+        ready = [view for view in running if view.num_tokens > self._tokens_then.get(view.id, -1)]
         if not ready:
             return None
-        request = self._random.choice(ready)
+        victim = self._random.choice(ready)
         self._tokens_then = {rid: n for rid, n in self._tokens_then.items() if rid in scheduler.requests}
-        self._tokens_then[request.id] = int(batch.num_tokens[request.row])
-        scheduler.preempt(request.id)
-        return request.id
+        self._tokens_then[victim.id] = victim.num_tokens
+        scheduler.preempt(victim.id)
+        return victim.id
 
 
 class FaultyExecutor:
