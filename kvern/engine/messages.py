@@ -1,7 +1,11 @@
 """The words between a front (LLM, or the HTTP process) and the engine core, as msgspec structs.
 
 In one process they are passed as objects; between processes they are msgpack over ZMQ. A front sends Add, Abort and
-Control; the engine answers with StepReport and ControlReply. Request ids are made by the front and unique for its lifetime.
+Control; the engine answers with StepReport and ControlReply. Request ids are made by the front and unique for its
+lifetime. Every AddRequest is answered by exactly one RequestUpdate with a finish_reason, or by the one EngineFailure
+that ends all.
+
+An engine in its own process first gets StartEngine and answers with EngineProgress, then EngineReady or EngineFailure.
 """
 
 from __future__ import annotations
@@ -10,7 +14,12 @@ from typing import Any
 
 import msgspec
 
+from kvern.config import EngineConfig, ModelConfig, SchedulerConfig
 from kvern.sampling_params import SamplingParams
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot serve: it failed, its process died, it stalls, or it is shutting down."""
 
 
 class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
@@ -32,7 +41,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class Control(msgspec.Struct, tag="control", kw_only=True):
-    """A question or an order outside the flow of requests: "ready", "stats", "requests", "shutdown"."""
+    """A question or an order outside the flow of requests: "ping", "stats", "requests", "shutdown"."""
 
     call_id: int
     name: str
@@ -92,10 +101,28 @@ class StepReport(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
 
 
 class EngineFailure(msgspec.Struct, tag="failure"):
-    """The engine cannot go on; every live request ends with this error."""
+    """The engine cannot go on; every live request ends with this error. `invalid_config`: it could not start, and the
+    message names the option to change."""
 
     message: str
+    invalid_config: bool = False
 
 
-ToEngine = AddRequest | AbortRequests | Control
-FromEngine = StepReport | ControlReply | EngineFailure
+class StartEngine(msgspec.Struct, tag="start"):
+    config: EngineConfig
+
+
+class EngineProgress(msgspec.Struct, tag="progress"):
+    """A phase of loading has ended; it took `seconds`."""
+
+    phase: str
+    seconds: float
+
+
+class EngineReady(msgspec.Struct, tag="ready"):
+    model_config: ModelConfig
+    limits: SchedulerConfig
+
+
+ToEngine = StartEngine | AddRequest | AbortRequests | Control
+FromEngine = EngineProgress | EngineReady | StepReport | ControlReply | EngineFailure

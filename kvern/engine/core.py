@@ -1,0 +1,244 @@
+"""The engine's loop. One step is three verbs: schedule, execute, update_from_output; all else here is bookkeeping.
+
+Whoever owns the loop (the engine process, LLM, a simulation) calls `add`, `abort` and `step` from one thread.
+Failure: what concerns one request ends that request alone, inside the scheduler. What escapes from a step (an executor
+that raises, a broken invariant, a scheduler that cannot move) leaves the step half done, and with it blocks that are
+published but not computed; so the core refuses all further use, and its owner ends every live request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvern.clock import Clock, MonotonicClock
+from kvern.config import EngineConfig, ModelConfig
+from kvern.engine.messages import AddRequest, EngineDeadError, EngineStats, RequestUpdate, StepReport, WireLogprobs
+from kvern.executor.base import Executor
+from kvern.request import BlockedBy, Request
+from kvern.scheduler.scheduler import Scheduler
+from kvern.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_STEPS = 16  # in a row, with unfinished work: then the engine is stuck and says so
+_IDLE_CHECK_SECONDS = 30.0  # the invariants are checked when idle, but not after every lone request
+_DUMPED_REQUESTS = 20
+_EXTERNAL = (BlockedBy.GRAMMAR, BlockedBy.REMOTE_KV, BlockedBy.PAUSED)  # what only somebody outside can end
+
+
+class EngineCore:
+    """Scheduler and executor, driven step by step.
+
+    check_invariants: check the scheduler's whole state after each step and fail on the first fault.
+    before_step: called with the scheduler before each step, to inject faults.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        clock: Clock | None = None,
+        *,
+        check_invariants: bool = False,
+        before_step: Callable[[Scheduler], object] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.clock: Clock = clock or MonotonicClock()
+        self.failure: str | None = None  # why this core is dead
+        self._check_invariants = check_invariants
+        self._before_step = before_step
+        self._without_token: dict[str, Request] = {}  # live requests that have not got their first token yet
+        self._empty_steps = 0
+        self._last_step_seconds = 0.0
+        self._last_idle_check = self.clock.now()
+
+    def step(self) -> StepReport:
+        """Advance every request that can be advanced. Raises EngineDeadError; the core is then of no further use."""
+        self._require_alive()
+        now = self.clock.now()
+        try:
+            if self._before_step is not None:
+                self._before_step(self.scheduler)
+            output = self.scheduler.schedule(now)
+            result = self.executor.execute(output) if output.has_work else ModelRunnerOutput.nothing()
+            outputs = self.scheduler.update_from_output(output, result, now)
+            self._watch_progress(output, outputs)
+            if self._check_invariants:
+                self.scheduler.check_invariants()
+        except BaseException as exc:
+            self.failure = f"{type(exc).__name__}: {exc}"
+            if isinstance(exc, Exception) and not isinstance(exc, EngineDeadError):
+                logger.exception("the engine failed in a step\n%s", self.dump())
+                raise EngineDeadError(f"the engine failed: {self.failure}") from exc
+            raise
+        self._last_step_seconds = self.clock.now() - now
+        report = self._report(outputs)
+        if not self.scheduler.has_work():
+            self._check_when_idle()
+        return report
+
+    def add(self, add: AddRequest) -> None:
+        """Queue a request. Raises InvalidRequest, for this one alone, if its id is live or its prompt is empty."""
+        self._require_alive()
+        request = Request(
+            add.request_id,
+            add.prompt_token_ids,
+            add.sampling,
+            arrival_time=add.arrival_time,
+            priority=add.priority,
+            tenant=add.tenant,
+            cache_salt=add.cache_salt,
+        )
+        self.scheduler.add_request(request)
+        self._without_token[request.id] = request
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End these requests; the next step reports them as finished. Idempotent, unknown ids are fine."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def abort_all(self) -> None:
+        self.abort(list(self.scheduler.requests))
+
+    def has_work(self) -> bool:
+        """True while a step would do or report something."""
+        return self.failure is None and self.scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        scheduler, totals = self.scheduler, self.scheduler.stats
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_by_reason={reason.value: n for reason, n in scheduler.waiting_by_reason().items()},
+            num_blocks=scheduler.config.num_blocks - 1,  # the null block is nobody's
+            num_free_blocks=scheduler.num_free_blocks,
+            steps=totals.steps,
+            scheduled_tokens=totals.scheduled_tokens,
+            generated_tokens=totals.generated_tokens,
+            prefix_queried_tokens=totals.prefix_queried_tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens,
+            preemptions=totals.preemptions,
+            recomputed_tokens=totals.recomputed_tokens,
+            last_step_seconds=self._last_step_seconds,
+        )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """One plain dict per live request, oldest first: what people ask when they wonder why one waits."""
+        return [self._describe(request) for request in self.scheduler.requests.values()]
+
+    def dump(self) -> str:
+        """The state in words, for the log of a failure."""
+        requests = list(self.scheduler.requests.values())
+        lines = [f"state: {self.stats()}"]
+        lines += [f"  {self._describe(request)}" for request in requests[:_DUMPED_REQUESTS]]
+        if len(requests) > _DUMPED_REQUESTS:
+            lines.append(f"  ... and {len(requests) - _DUMPED_REQUESTS} more")
+        return "\n".join(lines)
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    def _describe(self, request: Request) -> dict[str, Any]:
+        view = self.scheduler.view(request)
+        return {
+            "request_id": view.id,
+            "status": view.status.value,
+            "blocked_by": view.blocked_by.value if view.blocked_by else None,
+            "age_seconds": round(self.clock.now() - view.arrival_time, 3),
+            "num_prompt_tokens": view.num_prompt_tokens,
+            "num_tokens": view.num_tokens,
+            "num_computed_tokens": view.num_computed_tokens,
+            "num_blocks": len(view.block_ids),
+            "num_preemptions": view.num_preemptions,
+            "priority": view.priority,
+            "tenant": view.tenant,
+        }
+
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineDeadError(f"the engine failed earlier: {self.failure}")
+
+    def _watch_progress(self, output: SchedulerOutput, outputs: StepOutputs) -> None:
+        """An empty step with unfinished work is a bug unless somebody outside is awaited: say so, then give up."""
+        if not output.empty or outputs.finished or not self.scheduler.requests:
+            self._empty_steps = 0
+            return
+        if any(reason in _EXTERNAL for reason in self.scheduler.waiting_by_reason()):
+            return
+        self._empty_steps += 1
+        if self._empty_steps == 1 and not output.preempted_req_ids:
+            logger.error("a step scheduled nothing although work is unfinished\n%s", self.dump())
+        if self._empty_steps >= MAX_EMPTY_STEPS:
+            raise EngineDeadError(
+                f"no progress in {self._empty_steps} steps with {len(self.scheduler.requests)} unfinished requests\n"
+                + self.dump()
+            )
+
+    def _check_when_idle(self) -> None:
+        now = self.clock.now()
+        if now - self._last_idle_check < _IDLE_CHECK_SECONDS:
+            return
+        self._last_idle_check = now
+        try:
+            self.scheduler.check_invariants()
+        except AssertionError:
+            logger.exception("an invariant does not hold although the engine is idle")
+
+    def _report(self, outputs: StepOutputs) -> StepReport:
+        updates: dict[str, RequestUpdate] = {}
+        for request_id, entries in outputs.logprobs.items():
+            wire: list[WireLogprobs] = list(entries)
+            _update_of(updates, request_id).logprobs = wire
+        for request_id, (first, entries) in outputs.prompt_logprobs.items():
+            update = _update_of(updates, request_id)
+            update.prompt_logprobs, update.prompt_logprobs_start = list(entries), first
+        if self._without_token:
+            for request_id in outputs.request_ids:
+                request = self._without_token.pop(request_id, None)
+                if request is not None:
+                    _tell_times(_update_of(updates, request_id), request)
+        for ended in outputs.finished:
+            self._without_token.pop(ended.request.id, None)
+            update = _update_of(updates, ended.request.id)
+            update.finish_reason = ended.status.finish_reason
+            # The scheduler knows token ids only; stop strings are found where the text is.
+            update.stop_reason = ended.stop_reason if isinstance(ended.stop_reason, int) else None
+            update.error = ended.error
+            _tell_times(update, ended.request)
+        return StepReport(
+            request_ids=outputs.request_ids,
+            token_ids=[ids[:n] for ids, n in zip(outputs.token_ids.tolist(), outputs.count.tolist(), strict=True)],
+            updates=updates,
+            time=self.clock.now(),
+            stats=self.stats(),
+        )
+
+
+def _update_of(updates: dict[str, RequestUpdate], request_id: str) -> RequestUpdate:
+    update = updates.get(request_id)
+    if update is None:
+        update = updates[request_id] = RequestUpdate()
+    return update
+
+
+def _tell_times(update: RequestUpdate, request: Request) -> None:
+    update.first_scheduled_time = request.first_scheduled_time
+    update.num_cached_tokens = request.num_cached_tokens
+    update.num_preemptions = request.num_preemptions
+
+
+def load_core(config: EngineConfig) -> tuple[EngineCore, ModelConfig]:
+    """The engine `config` asks for, loaded. Raises InvalidConfig."""
+    from kvern.executor.inline import load_executor
+
+    executor, limits, model_config = load_executor(config)
+    before_step = None
+    if config.preempt_probability:
+        from kvern.testing.faults import RandomPreemption
+
+        before_step = RandomPreemption(config.preempt_probability, config.seed).before_step
+    core = EngineCore(executor, Scheduler(limits), check_invariants=config.check_invariants, before_step=before_step)
+    return core, model_config
