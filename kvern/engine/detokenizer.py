@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvern.tokenizer import Tokenizer
+    from kvern.tokenizer.base import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _LONGEST_CHARACTER = 4  # bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -17,9 +17,7 @@ from kvern.config import ModelConfig, SchedulerConfig
 from kvern.engine.messages import AddRequest
 from kvern.sampling.rng import derive_seed
 from kvern.sampling_params import InvalidRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from kvern.tokenizer import Tokenizer
+from kvern.tokenizer.base import Tokenizer, check_text
 
 MAX_NAME_LENGTH = 1024  # characters of a cache salt or a tenant
 _INT32 = 2**31
@@ -120,9 +118,9 @@ class InputProcessor:
     def _check_text_length(self, text: str) -> None:
         """Refuse cheaply what is too long in any tokenization: no token is more than `_longest_token` bytes."""
         try:
-            size = len(text.encode())
-        except UnicodeEncodeError as exc:
-            raise InvalidRequest(f"the prompt holds half a surrogate pair at character {exc.start}", "prompt") from None
+            size = len(check_text(text))
+        except InvalidRequest as exc:
+            raise InvalidRequest(str(exc), "prompt") from None
         if size > self.max_prompt_len and size > self.max_prompt_len * self._longest_token:
             self._refuse_length(f"has {size} bytes, at least {-(-size // self._longest_token)} tokens")
 

@@ -22,7 +22,7 @@ from kvern.outputs import CompletionOutput, Logprob, LogprobsAt, RequestMetrics,
 from kvern.sampling_params import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvern.tokenizer import Tokenizer
+    from kvern.tokenizer.base import Tokenizer
 
 logger = logging.getLogger(__name__)
 

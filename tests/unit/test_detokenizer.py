@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvern.engine.detokenizer import Detokenizer, StopStringFinder
 from kvern.sampling_params import SamplingParams
+from kvern.tokenizer.byte_tokenizer import ByteTokenizer
 
 
 class PieceTokenizer:
@@ -285,3 +286,66 @@ def test_a_long_stop_string_costs_no_more_per_character():
     assert finder.feed("a" * 20_000, True) is None
     assert finder.num_pending == 9_999
     assert finder.feed("b", True) == (-9_999, 0)
+
+
+# ---- real tokenizers
+
+
+@given(st.lists(st.integers(0, 258), max_size=60), st.booleans(), st.text(max_size=5))
+def test_byte_tokenizer_deltas_make_the_full_decode(tokens, skip, prompt):
+    tokenizer = ByteTokenizer()
+    deltas, _, _ = run(tokenizer, tokens, prompt=tokenizer.encode(prompt), skip_special_tokens=skip)
+    assert "".join(deltas) == tokenizer.decode(tokens, skip)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from kvern.tokenizer import load_tokenizer
+    from kvern.weights.hub import resolve_model
+
+    try:
+        files = resolve_model("smollm2-135m-instruct", progress=False)
+    except Exception as exc:
+        pytest.skip(f"SmolLM2 cannot be had: {exc}")
+    return load_tokenizer(files)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("seed", range(20))
+def test_smollm2_deltas_make_the_full_decode(smollm2, seed):
+    """B078: random ids, which are full of broken characters, and special tokens among them."""
+    rng = random.Random(seed)
+    prompt = smollm2.encode("".join(rng.choices(TEXTS, k=2)))
+    tokens = [rng.randrange(smollm2.vocab_size) for _ in range(300)]
+    tokens += rng.choices(sorted(smollm2.special_token_ids), k=20) + smollm2.encode("".join(TEXTS))
+    if seed % 2:
+        rng.shuffle(tokens)
+    skip = seed % 3 > 0
+    deltas, _, _ = run(smollm2, tokens, prompt=prompt, skip_special_tokens=skip)
+    assert "".join(deltas) == smollm2.decode(tokens, skip)
+
+
+@pytest.mark.model
+def test_smollm2_200_random_stops(smollm2):
+    """B071 on real token borders."""
+    rng = random.Random(1)
+    tokens = smollm2.encode("\n".join([*TEXTS, "1. Carol has 20 apples, and an Observation: none is naïve."]))
+    pieces, text, detokenizer = [], "", Detokenizer(smollm2, [], SamplingParams())
+    for token in tokens:
+        pieces.append(detokenizer.push(token))
+    text = "".join(pieces)
+    for _ in range(200):
+        begin = rng.randrange(len(text) - 1)
+        stops = [text[begin : begin + rng.randint(1, 12)]]
+        deltas, stop, used = run(smollm2, tokens, stop=stops)
+        assert ("".join(deltas), stop, used) == first_match(pieces, stops)
+        assert "".join(deltas) == text[: text.find(stop)]
+
+
+@pytest.mark.model
+def test_smollm2_special_token_as_stop_string(smollm2):
+    """B074."""
+    tokens = [*smollm2.encode("Paris."), *smollm2.encode("<|im_end|>"), *smollm2.encode("more")]
+    for skip in (True, False):
+        deltas, stop, _ = run(smollm2, tokens, stop=["<|im_end|>"], skip_special_tokens=skip)
+        assert ("".join(deltas), stop) == ("Paris.", "<|im_end|>")
