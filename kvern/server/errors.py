@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from kvern.engine.messages import EngineDeadError
 from kvern.sampling_params import InvalidRequest
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
@@ -57,7 +58,11 @@ def as_api_error(exc: BaseException) -> ApiError:
         return exc
     if isinstance(exc, InvalidRequest):
         return ApiError(400, str(exc), param=exc.param, code=exc.code)
-    return ApiError(500, f"internal error ({type(exc).__name__}); the server's log has the details", code="internal_error")
+    if isinstance(exc, EngineDeadError):
+        return unavailable(f"the engine cannot serve: {exc}", code="engine_dead")
+    return ApiError(
+        500, f"internal error ({type(exc).__name__}); the server's log has the details", code="internal_error"
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -75,5 +80,6 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(InvalidRequest, on_error)
+    app.add_exception_handler(EngineDeadError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_error)  # Starlette also logs the traceback

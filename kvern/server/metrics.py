@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,6 +27,7 @@ class Metrics:
     """stats: gives the engine's state after its latest step."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        disable_created_metrics()  # series that say when a counter was made, as many as there are counters
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         self.prompt_tokens = self._counter("kvern_prompt_tokens_total", "tokens of admitted prompts")
@@ -37,7 +38,9 @@ class Metrics:
         self.aborted = self._counter("kvern_requests_aborted_total", "completions ended by their client or by shutdown")
         self.failed = self._counter("kvern_requests_failed_total", "completions that ended with an error")
         self.rejected = self._counter("kvern_requests_rejected_total", "calls refused before admission", "status")
-        self.time_to_first_token = self._histogram("kvern_time_to_first_token_seconds", "arrival to first token", _SECONDS)
+        self.time_to_first_token = self._histogram(
+            "kvern_time_to_first_token_seconds", "arrival to first token", _SECONDS
+        )
         self.time_per_output_token = self._histogram(
             "kvern_time_per_output_token_seconds", "mean time between tokens after the first", _TOKEN_SECONDS
         )
@@ -104,8 +107,8 @@ class _EngineCollector(Collector):
         used = (stats.num_blocks - stats.num_free_blocks) / stats.num_blocks if stats.num_blocks else 0.0
         yield GaugeMetricFamily("kvern_kv_cache_usage_ratio", "share of the blocks that requests hold", used)
         for name, text, value in (
-            ("kvern_prefix_cache_queried_tokens", "prompt tokens looked up in the prefix cache", stats.prefix_queried_tokens),
-            ("kvern_prefix_cache_hit_tokens", "prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+            ("kvern_prefix_cache_queried_tokens", "prompt tokens looked up", stats.prefix_queried_tokens),
+            ("kvern_prefix_cache_hit_tokens", "prompt tokens found in the cache", stats.prefix_hit_tokens),
             ("kvern_preemptions", "times a running request lost its place", stats.preemptions),
             ("kvern_recomputed_tokens", "tokens computed again after a preemption", stats.recomputed_tokens),
             ("kvern_steps", "steps of the engine", stats.steps),

@@ -1,7 +1,7 @@
 """What lies between a socket and an endpoint: paths, the API key, bodies, server-sent events, clients that go away.
 
 Order for every request: CORS, path, API key, router. An endpoint reads the body with `read_json` and answers with a
-plain response or an `EventStream`; both run under `until_disconnect`, so that work ends when its client does.
+plain response or an `EventStream`; what takes time runs under `until_disconnect`, so that it ends with its client.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import re
-from collections.abc import AsyncGenerator, Coroutine
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvern.server.errors import ApiError, as_api_error
@@ -27,6 +30,10 @@ _T = TypeVar("_T")
 # What needs no key: probes, and nothing about anybody's requests.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
 DONE = b"data: [DONE]\n\n"
+# Seconds after which a stream that has nothing to say shows that it lives; proxies give up after 60.
+SILENCE = 15.0
+
+logger = logging.getLogger(__name__)
 
 
 class Gate:
@@ -83,19 +90,30 @@ async def read_json(request: Request, kind: type[_R], max_bytes: int) -> _R:
         if int(request.headers.get("content-length", "0")) > max_bytes:
             raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        if len(body) + len(chunk) > max_bytes:
-            raise too_large
-        body += chunk
+    try:
+        async for chunk in request.stream():
+            if len(body) + len(chunk) > max_bytes:
+                raise too_large
+            body += chunk
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended too early", code="incomplete_body") from None
     return parse(bytes(body), kind)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """The result of `work`, or None if the client went away first; `work` is then cancelled and has ended."""
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, _T], *, while_silent: Callable[[], Awaitable[None]] | None = None
+) -> _T | None:
+    """The result of `work`, or None if the client went away first; `work` is then cancelled and has ended.
+
+    while_silent is called every SILENCE seconds in between.
+    """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        while not task.done() and not watcher.done():
+            await asyncio.wait({task, watcher}, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+            if while_silent is not None and not task.done() and not watcher.done():
+                await while_silent()
         return task.result() if task.done() else None
     finally:
         task.cancel()
@@ -112,37 +130,60 @@ def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def event(value: Any) -> bytes:
+def event_of(value: Any) -> bytes:
     """`value` as one server-sent event. JSON has no bare line ends, so it is always one line."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends the chunks of a generator as they come, then `data: [DONE]`. The generator is always closed.
+    """Sends the events of a generator as they come, then `data: [DONE]`.
 
-    If it raises, one error event takes the place of what is missing, and the stream ends without [DONE]... nothing
-    follows an error. A client that goes away closes the generator at once.
+    Nothing is sent before the first event is there, so that what fails until then is a plain HTTP error; what fails
+    later is one error event, and nothing follows it. A reader who sees nothing for SILENCE seconds gets a comment line,
+    which clients skip. However it ends, the generator is closed and `on_end` is called.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.chunks = chunks
+        self._events = events
+        self._on_end = on_end
+        self._started = False
+        self._sending = False
+        self._last = 0.0  # when something was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._run(send), while_silent=lambda: self._comment(send))
         finally:
-            await self.chunks.aclose()
+            await self._events.aclose()
+            self._on_end()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _run(self, send: Send) -> None:
         try:
-            async for chunk in self.chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            async for event in self._events:
+                await self._send(send, event)
             last = DONE
         except Exception as exc:
-            last = event(as_api_error(exc).body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            if not self._started:
+                raise
+            error = as_api_error(exc)
+            if error.status == 500:
+                logger.exception("a stream failed")
+            last = event_of(error.body())
+        await self._send(send, last, more=False)
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._sending = True
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending = False
+        self._last = time.monotonic()
+
+    async def _comment(self, send: Send) -> None:
+        if not self._sending and time.monotonic() - self._last >= SILENCE:
+            await self._send(send, b": still here\n\n")

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from kvern.sampling_params import InvalidRequest, SamplingParams
-from kvern.server.openai.protocol import ChatCompletionRequest, CompletionRequest, parse
+from kvern.server.openai.protocol import ChatCompletionRequest, CompletionRequest, parse, template_options
 
-ALL_NULL = (
-    "max_tokens max_completion_tokens stop n seed logprobs top_logprobs logit_bias stream stream_options "
-    "response_format tools tool_choice user temperature top_p suffix best_of echo top_k min_p priority cache_salt "
-    "modalities audio functions parallel_tool_calls stop_token_ids min_tokens ignore_eos chat_template"
-).split()
+ALL_NULL = [
+    "max_tokens", "max_completion_tokens", "stop", "n", "seed", "logprobs", "top_logprobs", "logit_bias", "stream",
+    "stream_options", "response_format", "tools", "tool_choice", "user", "temperature", "top_p", "suffix", "best_of",
+    "echo", "top_k", "min_p", "priority", "cache_salt", "modalities", "audio", "functions", "parallel_tool_calls",
+    "stop_token_ids", "min_tokens", "ignore_eos", "chat_template", "continue_final_message", "skip_special_tokens",
+]  # fmt: skip
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -29,7 +30,6 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     request = parse(json.dumps(body).encode(), ChatCompletionRequest)
     request.check()
     request.sampling_params()
-    request.template_messages()
     return request
 
 
@@ -70,61 +70,19 @@ def test_k03_unknown_fields_are_ignored(make):
     chat(messages=[{"role": "user", "content": "a", "id": 1, "opts": {}, "injected": True}])
 
 
-def test_k04_parts_are_joined_for_every_role():
-    """K04, B101."""
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    roles = ["system", "developer", "user", "assistant", "tool"]
-    messages = chat(messages=[{"role": r, "content": parts} for r in roles]).template_messages()
-    assert [m["content"] for m in messages] == ["ab"] * 5
-    assert [m["role"] for m in messages] == ["system", "system", "user", "assistant", "tool"]
-
-
-def test_parts_that_are_not_text_are_refused():
-    part = {"type": "image_url", "image_url": {"url": "data:"}}
-    error = refused(chat, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
-    assert error.param == "messages[0].content" and "image_url" in str(error)
-    assert "no text" in str(refused(chat, messages=[{"role": "user", "content": [{"type": "text"}]}]))
-
-
-@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
-@pytest.mark.parametrize("calls", [True, False])
-def test_k06_assistant_without_content(content, calls):
-    """K06, B102: agents send empty assistant turns; tool arguments reach the template as an object."""
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    turn = {"role": "assistant", **content} | ({"tool_calls": [call]} if calls else {})
-    messages = chat(
-        messages=[{"role": "user", "content": "a"}, turn, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
-    ).template_messages()
-    assert messages[1]["content"] == ""
-    assert messages[2] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
-    if calls:
-        assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
-
-
-def test_tool_arguments_that_are_no_json_stay_text():
-    call = {"function": {"name": "f", "arguments": "{broken"}}
-    messages = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
-    assert messages[0]["tool_calls"] == [call]
-
-
 def test_k07_messages():
     assert refused(chat, messages=[]).param == "messages"
     assert refused(chat, messages=None).param == "messages"
-    assert chat(messages=[{"role": "system", "content": "a"}])
-    error = refused(chat, messages=[{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}])
-    assert error.param == "messages[1].role"
-    assert refused(chat, messages=[{"content": "a"}]).param == "messages[0]"
-    assert refused(chat, messages=[{"role": "user"}]).param == "messages[0].content"
-    assert refused(chat, messages=[{"role": "user", "content": 5}]).param == "messages[0].content"
-    assert chat(messages=[{"role": "user", "content": "a", "name": "bo"}]).template_messages()[0]["name"] == "bo"
+    assert refused(chat, messages=["a"]).param == "messages[0]"
+    assert refused(chat, messages="a").param == "messages"
 
 
 def test_k07_last_message_is_assistant():
     """A new assistant turn begins after it, unless continue_final_message asks to go on in it."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    options = chat(messages=messages).template_options()
+    options = template_options(chat(messages=messages))
     assert options["add_generation_prompt"] and not options["continue_final_message"]
-    options = chat(messages=messages, continue_final_message=True).template_options()
+    options = template_options(chat(messages=messages, continue_final_message=True))
     assert not options["add_generation_prompt"] and options["continue_final_message"]
     error = refused(chat, messages=messages, continue_final_message=True, add_generation_prompt=True)
     assert error.param == "continue_final_message"
@@ -132,9 +90,9 @@ def test_k07_last_message_is_assistant():
 
 
 def test_template_options():
-    options = chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low").template_options()
+    options = template_options(chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
     assert options["chat_template_kwargs"] == {"enable_thinking": False, "reasoning_effort": "low"}
-    assert chat().template_options()["chat_template_kwargs"] is None
+    assert template_options(chat())["chat_template_kwargs"] is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from kvern.sampling_params import InvalidRequest, SamplingParams
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_SALT = 1024
 
 _Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -117,12 +116,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest, naming the field as the client wrote it."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        given: dict[str, Any] = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         given["max_tokens"] = self.default_max_tokens if max_tokens is None else max_tokens
+        given |= self.logprobs_params()
         try:
-            return SamplingParams(**given, **self.logprobs_params())
+            return SamplingParams(**given)
         except InvalidRequest as exc:
             param = exc.param or ""
             written = self.written_as(param)
@@ -164,9 +162,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest(
-                f"best_of must be absent or equal to n ({self.n or 1}), got {self.best_of}", "best_of"
-            )
+            raise InvalidRequest(f"best_of must be absent or equal to n ({self.n or 1}), got {self.best_of}", "best_of")
         self.prompts()
 
     def logprobs_params(self) -> dict[str, int]:
@@ -196,92 +192,31 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return [prompt] if kind is int else prompt  # type: ignore[list-item, return-value]
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    def for_template(self, index: int) -> dict[str, Any]:
-        """As chat templates want it: content is one text, tool arguments are objects. Raises InvalidRequest."""
-        where = f"messages[{index}]"
-        if self.role not in ROLES:
-            raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, got {self.role!r}", f"{where}.role")
-        role = "system" if self.role == "developer" else self.role
-        if self.content is None and role in ("system", "user"):
-            raise InvalidRequest(f"{where}.content is required in a {self.role} message", f"{where}.content")
-        message: dict[str, Any] = {"role": role, "content": self._text(where)}
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, field)) is not None:
-                message[field] = value
-        if self.tool_calls:
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in self.tool_calls]
-        return message
-
-    def _text(self, where: str) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        texts = []
-        for i, part in enumerate(self.content):
-            text = {"text": part.text, "refusal": part.refusal}.get(part.type)
-            if text is None:
-                what = "has no text" if part.type in ("text", "refusal") else f"is of type {part.type!r}"
-                raise InvalidRequest(f"{where}.content[{i}] {what}; only text parts are supported", f"{where}.content")
-            texts.append(text)
-        return "".join(texts)
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The API carries a call's arguments as JSON text; templates print them as an object. Bad JSON stays text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return call | {"function": function | {"arguments": arguments}}
-
-
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     id_prefix = "chatcmpl-"
 
-    messages: list[Message] | None = None
-    logprobs: bool | None = None
-    top_logprobs: _Int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
 
     def check(self) -> None:
         super().check()
         if self.tools and self.tool_choice != "none":
-            raise InvalidRequest('tools are not supported unless tool_choice is "none"', "tools", "unsupported_parameter")
+            raise InvalidRequest(
+                'tools are not supported unless tool_choice is "none"', "tools", "unsupported_parameter"
+            )
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice needs tools, which are not supported", "tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        if not self.messages:
-            raise InvalidRequest("messages must hold at least one message", "messages")
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                text = "continue_final_message and add_generation_prompt exclude each other"
-                raise InvalidRequest(text, "continue_final_message")
-            if self.messages[-1].role != "assistant":
-                text = "continue_final_message needs an assistant message at the end"
-                raise InvalidRequest(text, "continue_final_message")
+        template_options(self)
 
     def logprobs_params(self) -> dict[str, int]:
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
@@ -289,40 +224,51 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def written_as(self, param: str) -> str:
         return "top_logprobs" if param == "logprobs" else super().written_as(param)
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return [message.for_template(i) for i, message in enumerate(self.messages or ())]
-
-    def template_options(self) -> dict[str, Any]:
-        """Keyword arguments for the rendering of the template."""
-        extra = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            extra.setdefault("reasoning_effort", self.reasoning_effort)
-        generation_prompt = self.add_generation_prompt
-        return {
-            "add_generation_prompt": not self.continue_final_message if generation_prompt is None else generation_prompt,
-            "continue_final_message": bool(self.continue_final_message),
-            "chat_template": self.chat_template,
-            "chat_template_kwargs": extra or None,
-        }
-
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
+    messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[_Int] | None = None
+
+
+def template_options(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    """The keyword arguments of kvern.tokenizer.render_chat, which also checks the single messages.
+
+    Raises InvalidRequest.
+    """
+    if not request.messages:
+        raise InvalidRequest("messages must hold at least one message", "messages")
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            text = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequest(text, "continue_final_message")
+        if request.messages[-1].get("role") != "assistant":
+            text = "continue_final_message needs an assistant message at the end"
+            raise InvalidRequest(text, "continue_final_message")
+    extra = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    generation_prompt = request.add_generation_prompt
+    return {
+        "add_generation_prompt": not request.continue_final_message if generation_prompt is None else generation_prompt,
+        "continue_final_message": bool(request.continue_final_message),
+        "chat_template": request.chat_template,
+        "chat_template_kwargs": extra or None,
+    }
 
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
