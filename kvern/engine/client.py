@@ -203,11 +203,12 @@ class RequestStream:
 class AsyncClient:
     """The server's front: starts and owns an engine in its own process. All methods on one event loop.
 
-    Made by `start` only. Attributes: engine_config as given; model_config; limits, all final (max_model_len,
-    num_blocks, block_size, max_num_seqs, max_num_batched_tokens, ...); tokenizer; input_processor; stats, the engine's
-    state after its latest step.
+    Made by `start` only. Attributes: engine_config as given; model_name, in the API; model_config; limits, all final
+    (max_model_len, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, ...); tokenizer; input_processor;
+    stats, the engine's state after its latest step.
     """
 
+    model_name: str
     model_config: ModelConfig
     limits: SchedulerConfig
     tokenizer: Tokenizer
@@ -262,6 +263,7 @@ class AsyncClient:
         try:
             with client._phase("find model"):
                 files = await asyncio.to_thread(resolve_model, engine_config.model)
+            client.model_name = engine_config.served_model_name or files.name
             client._transport.send(StartEngine(engine_config))
             with client._phase("load tokenizer"):
                 client.tokenizer = await asyncio.to_thread(load_tokenizer, files)
@@ -572,8 +574,9 @@ class InprocClient:
         self.core.abort(self._output.abort(request_ids))
 
     def abort_all(self) -> None:
-        """End every request, and wait until the engine has let go of them."""
-        self.core.abort_all()
+        """End every request, and step until the engine has let go of them. After a failure nothing is left to end."""
+        if self.core.failure is None:
+            self.core.abort_all()
         while self.core.has_work():
             self.step()
 
