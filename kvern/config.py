@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
-BATCHINGS = ("mixed",)
-PREEMPTIONS = ("recompute",)
+BATCHINGS = ("mixed", "prefill_first")
+PREEMPTIONS = ("recompute", "swap", "auto")
+VICTIMS = ("policy", "newest", "least_computed")
 _AtLeast2 = Annotated[int, Meta(ge=2)]
 
 
@@ -133,8 +134,16 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] = 1024
     max_model_len: Annotated[int, Meta(ge=2)] = 4096
     policy: str = "fcfs"
+    policy_options: dict[str, Any] = {}
+    victim: str = "policy"
     batching: str = "mixed"
+    delay_factor: Annotated[float, Meta(ge=0.0)] = 0.0
+    enable_chunked_prefill: bool = True
     preemption: str = "recompute"
+    max_preemptions: Annotated[int, Meta(ge=1)] = 10_000
+    host_blocks: Annotated[int, Meta(ge=0)] = 0
+    kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
+    max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
     watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
@@ -144,10 +153,10 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     async_scheduling: bool = False  # steps are planned before the results of earlier ones are known
 
     def __post_init__(self) -> None:
-        if self.batching not in BATCHINGS:
-            raise InvalidConfig(f"batching must be one of {', '.join(BATCHINGS)}, got {self.batching!r}")
-        if self.preemption not in PREEMPTIONS:
-            raise InvalidConfig(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {self.preemption!r}")
+        for option, known in (("batching", BATCHINGS), ("preemption", PREEMPTIONS), ("victim", VICTIMS)):
+            value = getattr(self, option)
+            if value not in known:
+                raise InvalidConfig(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 class Option(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,14 @@ class BlockedBy(enum.Enum):
     PAUSED = "paused"
 
 
+class ImageSpan(NamedTuple):
+    """An image in a prompt: its embeddings stand in for the tokens offset .. offset + length - 1."""
+
+    offset: int
+    length: int
+    id: str  # content hash: equal images are equal ids
+
+
 class Request:
     """A request between arrival and end.
 
@@ -73,10 +81,16 @@ class Request:
         "epoch",
         "error",
         "first_scheduled_time",
+        "fork_of",
+        "host_tables",
         "id",
+        "images",
+        "info",
+        "lora",
         "max_total_tokens",
         "num_bypassed",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
         "num_preemptions",
@@ -91,6 +105,8 @@ class Request:
         "stop_reason",
         "tenant",
         "token_ids",
+        "tpot_target",
+        "ttft_target",
     )
 
     def __init__(
@@ -103,6 +119,12 @@ class Request:
         priority: int = 0,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        lora: str | None = None,
+        images: tuple[ImageSpan, ...] = (),
+        fork_of: str | None = None,
+        status: RequestStatus = RequestStatus.WAITING,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> None:
         self.id = request_id
         self.sampling = sampling
@@ -110,10 +132,15 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         self.cache_salt = cache_salt
+        self.lora = lora  # adapter, by a name that is never used again for other weights
+        self.images = images
+        self.fork_of = fork_of  # id of the sibling whose prompt is the same and need not be computed twice
+        self.ttft_target = ttft_target  # seconds to the first token
+        self.tpot_target = tpot_target  # seconds for each further token
         # int32 [prompt + output so far]
         self.token_ids: NDArray[np.int32] = np.asarray(prompt_token_ids, dtype=np.int32)
         self.num_prompt_tokens = len(self.token_ids)
-        self.status = RequestStatus.WAITING
+        self.status = status  # WAITING, or what it waits for beside its turn
         self.serial = -1  # order of arrival, given by the scheduler; the last tie-breaker everywhere
         self.row = -1  # row in the running batch, -1 when not running
         self.epoch = -1  # number of the last admission; results of an older one are stale
@@ -125,6 +152,9 @@ class Request:
         self.num_preemptions = 0
         self.num_bypassed = 0  # how many requests overtook it while it was short of blocks
         self.resumed = False  # has run before: goes before others of its rank
+        self.num_charged_tokens = 0  # computed at least once; more of them is service
+        self.host_tables: list[list[int]] = []  # where its cache is while it is SWAPPED, one table per group
+        self.info: Any = None  # the policy's read-only view of it
         self.block_hashes: list[bytes] = []  # of its full blocks, in order; grown on demand, never rewritten
         self.first_scheduled_time: float | None = None
         self.stop_reason: int | str | None = None

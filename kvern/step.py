@@ -7,7 +7,8 @@ of each row's tokens and block table, and brings it up to date from the differen
 
 Order in which an executor must apply a SchedulerOutput:
   1. finished_rows, preempted_rows: forget what those rows held.
-  2. blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy, blocks_to_zero, in this order.
+  2. blocks_to_swap_out, blocks_to_copy, blocks_to_swap_in, blocks_to_zero, in this order; of each, every source is
+     read before any destination is written.
   3. new_requests: fill the row from scratch. 4. new_blocks: append to the tables.
   5. compute positions num_computed .. num_computed + num_new of every row; sample where `samples` says so.
 Steps are applied in the order of step_id, also when several are planned ahead.
@@ -36,16 +37,18 @@ class NewRequest(NamedTuple):
     token_ids: Int32  # prompt and the output so far
     num_prompt_tokens: int
     sampling: SamplingParams
-    block_ids: list[int]  # all of its table, those of this step included
+    tables: list[list[int]]  # its block table in each group, blocks of this step included
     num_computed_tokens: int  # before this step: cached, or kept
+    lora: str | None = None
 
 
 class NewBlocks(NamedTuple):
-    """Blocks appended to tables of rows that were in the batch before: table[rows[i]][index[i]] = blocks[i]."""
+    """Blocks put into tables of rows that were in the batch before: table[g][rows[i]][index[i]] = blocks[g, i].
+    Mostly appended; a shared last block of a fork is replaced by its copy."""
 
-    rows: Int32
-    index: Int32  # type: ignore[assignment]
-    blocks: Int32
+    rows: Int32  # [k]
+    index: Int32  # type: ignore[assignment]  # [k]
+    blocks: Int32  # [groups, k]
 
     @staticmethod
     def none() -> NewBlocks:
@@ -54,7 +57,7 @@ class NewBlocks(NamedTuple):
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 _EMPTY.flags.writeable = False
-_NO_BLOCKS = NewBlocks(_EMPTY, _EMPTY, _EMPTY)
+_NO_BLOCKS = NewBlocks(_EMPTY, _EMPTY, _EMPTY.reshape(1, 0))
 
 
 @dataclass(slots=True)

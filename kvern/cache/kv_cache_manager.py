@@ -1,9 +1,13 @@
-"""The KV cache as the scheduler sees it: look up, take, allocate, publish, give back.
+"""The KV cache as the scheduler sees it: look up, take, publish, give back, swap out and in.
 
-Who owns what: the pool owns the free list and the reference counts, the index owns the hashes, the scheduler owns the
-block tables. A block in a table holds one reference. Order within a step, relied upon below:
+Who owns what: the pools own free lists and reference counts, the index owns the hashes, the scheduler owns the block
+tables, one per group, all of one request equally long. A block in a table holds one reference. Order within a step:
 
     grow running requests, publish what they fill  ->  admit: lookup, take, publish  ->  end_step()
+
+An executor begins with the moves of the step: all swapping out, then all copies (every source is read before any
+destination is written), then all swapping in. So a block may be freed, and given to somebody else, in the very step in
+which its content is moved or copied away.
 
 A block becomes hittable when the step that fills it is *scheduled*: later readers of the same step may share it,
 since an executor writes a layer's keys and values before any request reads them. It cannot be *copied* in that step,
@@ -12,48 +16,65 @@ because copies come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvern.cache.block_pool import BlockPool
+from kvern.cache.block_pool import NULL_BLOCK, BlockPool
+from kvern.cache.groups import make_group
 from kvern.cache.prefix_index import PrefixIndex, extend_hashes, root_hash
 from kvern.request import Request
 
 
 class CacheHit(NamedTuple):
-    """What a lookup found. `blocks` can be shared as they are; if `copy_from` is not 0, the whole prompt is cached
-    and its last block must be copied before its last token is computed anew. `num_tokens` need not be computed."""
+    """What a lookup found: `num_tokens` tokens that need not be computed.
 
-    blocks: list[int]
+    tables: one per group, equally long; entries are shared as they are, 0 where the group needs none.
+    copy_from: empty, or one block per group: the next block is cached too but must be copied before its last token is
+    computed anew, since the whole prompt is cached and a step computes at least one token."""
+
+    tables: list[list[int]]
     num_tokens: int
-    copy_from: int = 0
+    copy_from: tuple[int, ...] = ()
 
-    def num_new_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks to allocate so that `num_tokens` tokens have their place, the copy included."""
-        return -(-num_tokens // block_size) - len(self.blocks)
+    @property
+    def num_blocks(self) -> int:
+        return len(self.tables[0])
 
-    def without_copy(self, block_size: int) -> CacheHit:
-        """The same hit one block shorter: for a pool too full to hold source and copy at once."""
-        return CacheHit(self.blocks, len(self.blocks) * block_size)
-
-
-MISS = CacheHit([], 0)
+    def blocks(self) -> list[int]:
+        """Those that are shared, of all groups."""
+        return [block for table in self.tables for block in table if block != NULL_BLOCK]
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    """num_blocks, host_blocks: sizes of the device pool (block 0 included) and of the host pool (0 = no host pool).
+    groups: see kvern.cache.groups.make_group. chunk: most tokens of a request in one step."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        groups: Sequence[str] = ("full",),
+        chunk: int = 1024,
+        host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.groups = [make_group(spec, block_size) for spec in groups]
+        self.chunk = chunk
         self.index = PrefixIndex()
         if enable_prefix_caching:
             self.pool = BlockPool(num_blocks, self.index.is_hashed, self.index.remove)
         else:
             self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(host_blocks + 1) if host_blocks else None
+        # The same hash means different blocks in different groups.
+        self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
+        self._miss = CacheHit([[] for _ in self.groups], 0)
         self._filled_by: dict[int, int] = {}  # blocks published in this step -> the row that fills them
-        self._held_for_copy: list[int] = []
         self._memo: dict[str, tuple[int, CacheHit]] = {}  # request id -> (index version, hit), while it waits
 
     @property
@@ -64,75 +85,130 @@ class KVCacheManager:
     def num_usable_blocks(self) -> int:
         return self.pool.num_usable
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def most_held(self, num_tokens: int) -> int:
+        """Most blocks a request holds at once while it computes `num_tokens` tokens."""
+        return sum(group.most_held(num_tokens, self.chunk) for group in self.groups)
 
-    # ---- within a step
-
-    def end_step(self) -> None:
-        """What was filled counts as there. Sources of copies may be reused: copies are the first thing an executor
-        does."""
-        self._filled_by.clear()
-        if self._held_for_copy:
-            self.pool.free(self._held_for_copy)
-            self._held_for_copy.clear()
+    # ---- lookup
 
     def lookup(self, request: Request) -> CacheHit:
         """The longest cached prefix of a waiting request's tokens, leaving at least one token to compute.
 
         Changes nothing. A repeated lookup costs nothing until the index changes."""
         if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
-            return MISS  # prompt logprobs need every position computed
+            return self._miss  # prompt logprobs need every position computed
         memo = self._memo.get(request.id)
         if memo is not None and memo[0] == self.index.version:
             return memo[1]
-        num_tokens, size = request.num_tokens, self.block_size
-        self._extend_hashes(request, request.token_ids, num_tokens)
-        blocks = self.index.longest_prefix(request.block_hashes)
-        if len(blocks) * size < num_tokens:
-            hit = CacheHit(blocks, len(blocks) * size)
-        elif blocks[-1] in self._filled_by:  # not there yet when the copies are made
-            hit = CacheHit(blocks[:-1], num_tokens - size)
-        else:
-            hit = CacheHit(blocks[:-1], num_tokens - 1, copy_from=blocks[-1])
+        self._extend_hashes(request, request.token_ids, request.num_tokens)
+        hashes = request.block_hashes
+        length = self._longest(hashes)
+        whole = length * self.block_size == request.num_tokens
+        hit = self._whole_hit(hashes) if whole else None
+        if hit is None:
+            hit = self._hit(self._longest(hashes[:-1]) if whole else length, hashes)
         # What is filled in this step may be copied in the next, although the index does not change.
         if not self._filled_by:
             self._memo[request.id] = (self.index.version, hit)
         return hit
 
-    def cost(self, hit: CacheHit, num_tokens: int) -> int:
-        """Free blocks it takes to hold `num_tokens` tokens after `hit`: new ones, free ones among those hit, and a
-        free source of a copy, which is held through this step."""
-        free_hits = self.pool.num_free_of(hit.blocks)
-        if hit.copy_from:
-            free_hits += self.pool.num_free_of((hit.copy_from,))
-        return hit.num_new_blocks(num_tokens, self.block_size) + free_hits
+    def _longest(self, hashes: list[bytes]) -> int:
+        """How many leading blocks can be hit in all groups."""
+        if len(self.groups) == 1 and not self.groups[0].drops:
+            return self.index.longest_run(hashes)
+        length = len(hashes)
+        cached = [[self.index.get(h + suffix) is not None for h in hashes] for suffix in self._suffixes]
+        while True:
+            shortest = length
+            for group, there in zip(self.groups, cached, strict=True):
+                shortest = group.longest_hit(there, shortest)
+            if shortest == length:
+                return length
+            length = shortest
 
-    def take(self, request: Request, hit: CacheHit, num_tokens: int) -> list[int]:
-        """The table of a request that is admitted with `hit` and computes up to `num_tokens`. Callers have checked
-        that the blocks are there. If the hit asks for a copy, the destination is the entry after hit.blocks, and
-        the source is held until end_step()."""
+    def _hit(self, length: int, hashes: list[bytes]) -> CacheHit:
+        return CacheHit(self._tables(length * self.block_size, length, hashes), length * self.block_size)
+
+    def _tables(self, num_computed: int, length: int, hashes: list[bytes]) -> list[list[int]]:
+        """What is cached of the first `length` blocks, as far as token `num_computed` reads them."""
+        tables = []
+        for group, suffix in zip(self.groups, self._suffixes, strict=True):
+            first = group.first_needed(num_computed)
+            blocks = [self.index.get(block_hash + suffix) or NULL_BLOCK for block_hash in hashes[first:length]]
+            tables.append([NULL_BLOCK] * first + blocks)
+        return tables
+
+    def _whole_hit(self, hashes: list[bytes]) -> CacheHit | None:
+        """All blocks shared but the last, which is copied so that its last token can be computed anew. None if a
+        group lacks a block that this token reads, or the last block is not there yet when the copies are made."""
+        last_token = len(hashes) * self.block_size - 1
+        tables = self._tables(last_token, len(hashes), hashes)
+        for group, table in zip(self.groups, tables, strict=True):
+            if NULL_BLOCK in table[group.first_needed(last_token) :] or table[-1] in self._filled_by:
+                return None
+        last = tuple(table.pop() for table in tables)
+        return CacheHit(tables, last_token, copy_from=last)
+
+    def cost(self, hit: CacheHit, num_tokens: int) -> int:
+        """Free blocks that a request takes, sooner or later, to compute `num_tokens` tokens after `hit`: new ones, and
+        free ones among those hit."""
+        new = 0
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            shared = len(table) - table.count(NULL_BLOCK)
+            new += max(group.most_held(num_tokens, self.chunk) - shared, 0)
+        return new + self.pool.num_free_of(hit.blocks())
+
+    # ---- take and give back
+
+    def take(self, request: Request, hit: CacheHit, num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Tables for a request that is admitted with `hit` and computes up to `num_tokens`, and the copies (source,
+        destination) to make for it. Callers have checked that the blocks are there."""
         self._memo.pop(request.id, None)
-        self.pool.touch(hit.blocks)
-        if hit.copy_from:
-            self.pool.touch((hit.copy_from,))
-            self._held_for_copy.append(hit.copy_from)
-        return hit.blocks + self.pool.allocate(hit.num_new_blocks(num_tokens, self.block_size))
+        self.pool.touch(hit.blocks())
+        count = -(-num_tokens // self.block_size) - hit.num_blocks
+        fresh = [self.pool.allocate(count) for _ in self.groups]
+        # The source may be free, and even be the block allocated for the copy: then there is nothing to move.
+        copies = [(source, blocks[0]) for source, blocks in zip(hit.copy_from, fresh, strict=False)]
+        copies = [(source, destination) for source, destination in copies if source != destination]
+        return [table + blocks for table, blocks in zip(hit.tables, fresh, strict=True)], copies
 
     def allocate(self, count: int) -> list[int]:
         return self.pool.allocate(count)
 
+    def share(self, tables: NDArray[np.int32]) -> None:
+        """One more holder for every block of these tables."""
+        self.pool.touch(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
+
+    def copy_on_write(self, block: int) -> int:
+        """A block of one's own in place of a shared one, which is let go."""
+        copy = self.pool.allocate(1)[0]
+        self.pool.free([block])
+        return copy
+
+    def free(self, tables: NDArray[np.int32]) -> None:
+        """Give back one request's references: tables [groups, n] in their own order; tails are reused first."""
+        for table in tables.tolist():
+            table.reverse()
+            self.pool.free(table)
+
+    def drop(self, blocks: list[int]) -> None:
+        """Give back blocks that no token will read again."""
+        blocks.reverse()
+        self.pool.free(blocks)
+
+    # ---- the prefix index
+
     def publish(
-        self, request: Request, token_ids: NDArray[np.int32], table: NDArray[np.int32], first: int, end: int, row: int
+        self, request: Request, token_ids: NDArray[np.int32], tables: NDArray[np.int32], first: int, end: int, row: int
     ) -> None:
-        """Blocks first .. end - 1 of `table` are full once this step has run: make them hittable.
+        """Blocks first .. end - 1 of `tables` [groups, n] are full once this step has run: make them hittable.
 
         token_ids: the request's tokens, of which all in these blocks are final."""
         self._extend_hashes(request, token_ids, end * self.block_size)
-        for i in range(first, end):
-            block = int(table[i])
-            if self.index.insert(request.block_hashes[i], block):
-                self._filled_by[block] = row
+        for table, suffix in zip(tables, self._suffixes, strict=True):
+            for block_hash, block in zip(request.block_hashes[first:end], table[first:end].tolist(), strict=True):
+                if block != NULL_BLOCK and self.index.insert(block_hash + suffix, block):
+                    self._filled_by[block] = row
 
     def has_readers(self, row: int) -> bool:
         """Whether somebody in this step reads a block that `row` fills in this step: then it must run."""
@@ -144,12 +220,12 @@ class KVCacheManager:
             self.index.remove(block)
             del self._filled_by[block]
 
-    def free(self, table: Iterable[int]) -> None:
-        """Give back one request's references. `table` in its own order; its tail is reused first."""
-        self.pool.free(reversed(list(table)))
+    def end_step(self) -> None:
+        """What was filled counts as there."""
+        self._filled_by.clear()
 
     def forget(self, request_id: str) -> None:
-        """A waiting request is gone; drop what was remembered for it."""
+        """A waiting request is gone, or its tokens changed; drop what was remembered for it."""
         self._memo.pop(request_id, None)
 
     def reset(self) -> bool:
@@ -160,6 +236,44 @@ class KVCacheManager:
         self._memo.clear()
         return True
 
+    # ---- the host tier
+
+    def can_swap_out(self, count: int) -> bool:
+        return self.host_pool is not None and self.host_pool.num_free >= count
+
+    def swap_out(self, tables: NDArray[np.int32], num_blocks: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Host blocks for the first `num_blocks` blocks of device tables [groups, n]; callers have checked that there
+        is room. Returns the host tables and the moves (device block, host block). The device blocks are still held."""
+        assert self.host_pool is not None
+        moves: list[tuple[int, int]] = []
+        host_tables = []
+        for table in tables[:, :num_blocks].tolist():
+            places = self.host_pool.allocate(len(table) - table.count(NULL_BLOCK))
+            moves += zip([block for block in table if block != NULL_BLOCK], places, strict=True)
+            host = iter(places)
+            host_tables.append([NULL_BLOCK if block == NULL_BLOCK else next(host) for block in table])
+        return host_tables, moves
+
+    def swap_in(self, host_tables: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Device tables for `num_tokens` tokens, of which the first blocks come from the host; callers have checked
+        that there is room. Returns them and the moves (host block, device block). The host blocks are free at once:
+        within a step an executor reads them before it writes others' blocks there."""
+        tables, moves = list[list[int]](), list[tuple[int, int]]()
+        for host_table in host_tables:
+            held = [block for block in host_table if block != NULL_BLOCK]
+            more = -(-num_tokens // self.block_size) - len(host_table)
+            blocks = self.pool.allocate(len(held) + more)
+            moves += zip(held, blocks, strict=False)
+            fresh = iter(blocks)
+            tables.append([NULL_BLOCK if block == NULL_BLOCK else next(fresh) for block in host_table] + list(fresh))
+        self.free_host(host_tables)
+        return tables, moves
+
+    def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
+        assert self.host_pool is not None
+        for table in host_tables:
+            self.host_pool.free(table)
+
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
-        root = b"" if request.block_hashes else root_hash(request.cache_salt)
+        root = b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)
         extend_hashes(request.block_hashes, root, token_ids, num_tokens, self.block_size)

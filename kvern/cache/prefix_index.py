@@ -2,7 +2,7 @@
 
 Hashes are chained, so that equal hashes mean equal prefixes, not only equal blocks:
 
-    root       = sha256(version, cache salt)              one per name space
+    root       = sha256(version, cache salt, adapter)     one per name space
     hash of i  = sha256(hash of i - 1, token ids of block i)
 
 SHA-256 is collision-resistant (a forged prefix cannot read another user's cache) and equal in every process and on
@@ -20,11 +20,15 @@ from numpy.typing import NDArray
 _VERSION = b"kvern prefix 1"
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """The hash before the first block. Requests with different roots never share a block."""
-    if cache_salt is None:
-        return sha256(_VERSION).digest()
-    return sha256(_VERSION + b" salt " + cache_salt.encode("utf-8", "surrogatepass")).digest()
+def root_hash(cache_salt: str | None, lora: str | None = None) -> bytes:
+    """The hash before the first block: everything but the tokens that shapes keys and values, or that must keep
+    requests apart. Requests with different roots never share a block."""
+    parts = [_VERSION]
+    for mark, value in ((b"salt", cache_salt), (b"lora", lora)):
+        if value is not None:
+            text = value.encode("utf-8", "surrogatepass")
+            parts += [mark, len(text).to_bytes(8, "little"), text]
+    return sha256(b" ".join(parts)).digest()
 
 
 def extend_hashes(
@@ -86,12 +90,13 @@ class PrefixIndex:
         self._hash_of.clear()
         self.version += 1
 
-    def longest_prefix(self, hashes: list[bytes]) -> list[int]:
-        """The blocks of the longest run of `hashes`, from the first, that can be hit."""
-        blocks, block_of = [], self._block_of
-        for block_hash in hashes:
-            block = block_of.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def get(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def longest_run(self, hashes: list[bytes]) -> int:
+        """How many of `hashes`, from the first on without a gap, can be hit."""
+        block_of = self._block_of
+        for i, block_hash in enumerate(hashes):
+            if block_hash not in block_of:
+                return i
+        return len(hashes)

@@ -36,7 +36,7 @@ class InputBatch:
         past a row's tokens and blocks is ever read."""
         for new in output.new_requests:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
-            self.block_tables[new.row, : len(new.block_ids)] = new.block_ids
+            self.block_tables[new.row, : len(new.tables[0])] = new.tables[0]
         rows, index, blocks = output.new_blocks
         self.block_tables[rows, index] = blocks
 

@@ -1,4 +1,4 @@
-"""The second half of a step: waiting requests are admitted, in waiting order.
+"""Waiting requests are admitted, in waiting order; swapped ones come back before them.
 
 A request is admitted only if all of its tokens will fit, whatever of them it computes in this step; what admitted
 requests still need is reserved for them against further admissions (not against the growth of running ones).
@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvern.cache.block_pool import NULL_BLOCK
 from kvern.cache.kv_cache_manager import CacheHit
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.scheduler.state import SchedulerState
-from kvern.step import Int32, NewRequest
+from kvern.step import Int32
 
-# How many requests short of blocks one step looks past: bounds the walk when max_bypass lets others overtake.
+# How many requests one step looks past that cannot be admitted while others behind them may: bounds the walk.
 _MAX_PASSED_OVER = 32
+
+_PARKED_FOR = {
+    RequestStatus.WAITING_FOR_GRAMMAR: BlockedBy.GRAMMAR,
+    RequestStatus.WAITING_FOR_REMOTE_KV: BlockedBy.REMOTE_KV,
+}
+# What these lack says nothing about those behind them, who may be admitted as if they were not there.
+_PASSED_OVER_FREELY = (BlockedBy.LORA_SLOTS, BlockedBy.ENCODER_BUDGET, BlockedBy.POLICY)
 
 
 class Admission:
@@ -24,52 +32,100 @@ class Admission:
         # Why requests wait, as of the last step: those that were looked at, and everybody behind them.
         self._reasons: dict[str, BlockedBy] = {}
         self._reason_of_the_rest = BlockedBy.POLICY
-        # Of the step being planned.
-        self._new: list[NewRequest] = []
-        self._copies: list[tuple[int, int]] = []
-        self._first_new_epoch = 0
+        self._first_new_epoch = 0  # rows with this epoch or a later one were admitted in this step
 
-    def admit_waiting(self, now: float) -> tuple[list[NewRequest], list[tuple[int, int]]]:
-        """Admit who can be admitted; returns them and the blocks to copy for them.
+    def begin_step(self) -> None:
+        self._first_new_epoch = self.state.batch.next_epoch
+
+    def admit_waiting(self, now: float) -> int:
+        """Admit who can be admitted; returns how many.
 
         Stops at the first that cannot be, unless it lacks blocks and may be overtaken: at most max_bypass others are
         ever admitted before it."""
-        waiting, passed_over = self.state.waiting, list[Request]()
+        state, waiting = self.state, self.state.waiting
+        if state.policy.dynamic and waiting.num_ready and (state.policy.preempts or not state.batch.full):
+            waiting.resort()
         self._reasons, self._reason_of_the_rest = {}, BlockedBy.POLICY
-        self._new, self._copies, self._first_new_epoch = [], [], self.state.batch.next_epoch
-        while len(passed_over) < waiting.num_ready:
-            request = waiting.at(len(passed_over))
-            error = self.state.never_fits(request)  # it may have grown before it was preempted
-            if error is not None:
-                self.state.end(request, RequestStatus.FINISHED_LENGTH, error=error)
+        admitted, place, short_of_blocks = 0, 0, list[Request]()
+        while place < min(waiting.num_ready, _MAX_PASSED_OVER):
+            request = waiting.at(place)
+            if self._end_if_hopeless(request):
                 continue
             reason = self._try_admit(request, now)
             if reason is None:
-                for other in passed_over:
+                admitted += 1
+                for other in short_of_blocks:
                     other.num_bypassed += 1
             else:
-                self._reasons[request.id] = reason
-                self._reason_of_the_rest = reason
-                passed_over.append(request)
-            if passed_over and not self._may_overtake(passed_over):
+                self._reasons[request.id] = self._reason_of_the_rest = reason
+                place += 1
+                if reason is BlockedBy.NO_FREE_BLOCKS:
+                    short_of_blocks.append(request)
+                elif reason not in _PASSED_OVER_FREELY:
+                    break
+            if any(other.num_bypassed >= state.config.max_bypass for other in short_of_blocks):
+                self._reason_of_the_rest = BlockedBy.NO_FREE_BLOCKS
                 break
-        return self._new, self._copies
+        return admitted
 
-    def admit_nobody(self, reason: BlockedBy) -> tuple[list[NewRequest], list[tuple[int, int]]]:
+    def admit_nobody(self, reason: BlockedBy) -> None:
         """A step in which all that wait go on waiting."""
         self._reasons, self._reason_of_the_rest = {}, reason
-        return [], []
+
+    def swap_in(self) -> bool:
+        """Bring swapped requests back, in order, as far as rows and blocks reach. Returns whether all are back."""
+        state, swapped = self.state, self.state.swapped
+        while swapped.num_ready:
+            request = swapped.at(0)
+            error = state.never_fits(request)
+            if error is not None:
+                state.end(request, RequestStatus.FINISHED_LENGTH, error=error)
+                continue
+            num_tokens, num_new = request.num_tokens, request.num_tokens - request.num_computed_tokens
+            num_new = min(num_new, state.budget.remaining, state.chunk_limit() or num_new)
+            need = sum(len(t) - t.count(NULL_BLOCK) for t in request.host_tables)
+            need += len(state.cache.groups) * (-(-num_tokens // state.config.block_size) - len(request.host_tables[0]))
+            if num_new <= 0 or state.batch.full or self._lacks_lora_slot(request) or need > self._admissible_blocks():
+                return False
+            swapped.remove(request)
+            end = request.num_computed_tokens + num_new
+            end = max(end, len(request.host_tables[0]) * state.config.block_size)  # never less than what comes back
+            tables, moves = state.cache.swap_in(request.host_tables, min(end, num_tokens))
+            request.host_tables = []
+            state.notices.swap_in += moves
+            state.stats.swapped_in_blocks += len(moves)
+            self._start(request, tables, request.num_computed_tokens, num_new, num_published=0)
+        return True
 
     # ---- one request
 
+    def _end_if_hopeless(self, request: Request) -> bool:
+        error = self.state.never_fits(request)  # it may have grown before it was preempted
+        if error is not None:
+            self.state.end(request, RequestStatus.FINISHED_LENGTH, error=error)
+            return True
+        if self.state.policy.sheds:
+            reason = self.state.policy.shed(request.info)
+            if reason is not None:
+                error = f"shed by policy {self.state.policy.policy.name}: {reason}"
+                self.state.end(request, RequestStatus.FINISHED_IGNORED, error=error)
+                return True
+        return False
+
     def _try_admit(self, request: Request, now: float) -> BlockedBy | None:
         """Give a waiting request a row, blocks and tokens, or say what it lacks and change nothing."""
-        if self.state.budget.remaining == 0:
+        state = self.state
+        if state.budget.remaining == 0:
             return BlockedBy.TOKEN_BUDGET
+        if self._waits_for_sibling(request):
+            return BlockedBy.POLICY
         hit = self._find_hit(request)
+        whole = not (state.config.enable_chunked_prefill or request.resumed)
+        if whole and request.num_tokens - hit.num_tokens > state.budget.remaining:
+            return BlockedBy.TOKEN_BUDGET
         reason = self._lacks(request, hit)
         if reason is not None:
-            if not self._preempt_for(request, hit):
+            if not state.policy.preempts or not self._preempt_for(request, hit):
                 return reason
             hit = self._find_hit(request)
             reason = self._lacks(request, hit)
@@ -78,18 +134,20 @@ class Admission:
         return None
 
     def _find_hit(self, request: Request) -> CacheHit:
-        cache = self.state.cache
-        hit = cache.lookup(request)
-        if hit.copy_from and cache.cost(hit, request.num_tokens) > self._admissible_blocks():
-            return hit.without_copy(cache.block_size)
-        return hit
+        return self._sibling_hit(request) or self.state.cache.lookup(request)
 
     def _lacks(self, request: Request, hit: CacheHit) -> BlockedBy | None:
         if self.state.batch.full:
             return BlockedBy.MAX_NUM_SEQS
+        if self._lacks_lora_slot(request):
+            return BlockedBy.LORA_SLOTS
         if self.state.cache.cost(hit, request.num_tokens) > self._admissible_blocks():
             return BlockedBy.NO_FREE_BLOCKS
         return None
+
+    def _lacks_lora_slot(self, request: Request) -> bool:
+        limit, in_use = self.state.config.max_loras, self.state.loras
+        return bool(limit and request.lora is not None and request.lora not in in_use and len(in_use) >= limit)
 
     def _admissible_blocks(self) -> int:
         """Free blocks that are not spoken for: what admitted prompts still need is theirs, and while something runs
@@ -100,71 +158,42 @@ class Admission:
         return free - int(self._reserved(rows).sum()) - self._watermark_blocks
 
     def _reserved(self, rows: Int32) -> Int32:
-        """Blocks each row still needs for the tokens it has."""
-        batch, size = self.state.batch, self.state.config.block_size
-        need: Int32 = (batch.num_tokens[rows] + (size - 1)) // size - batch.num_blocks[rows]
-        return np.maximum(need, 0)
-
-    def _preempt_for(self, request: Request, hit: CacheHit) -> bool:
-        """Preempt running requests, the last in order first, for a waiting one that the policy puts above them. Only
-        if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
-        step another request reads."""
+        """Blocks each row may still take for the tokens it has."""
         batch, cache = self.state.batch, self.state.cache
-        rows_short = 1 if batch.full else 0
-        blocks_short = cache.cost(hit, request.num_tokens) - self._admissible_blocks()
-        wanted_blocks = (*hit.blocks, hit.copy_from)
-        victims: list[Request] = []
-        for row in reversed(batch.order.tolist()):
-            running = batch.request_at(row)
-            if not self.state.policy.may_preempt(request, running):
-                break
-            if running.epoch >= self._first_new_epoch or cache.has_readers(row):
-                continue
-            victims.append(running)
-            rows_short -= 1
-            table = batch.table_of(row).tolist()
-            blocks_short -= sum(cache.pool.ref_count[b] == 1 and b not in wanted_blocks for b in table)
-            blocks_short -= int(self._reserved(batch.order[batch.order == row])[0])
-            if rows_short <= 0 and blocks_short <= 0:
-                for victim in victims:
-                    self.state.preempt(victim)
-                return True
-        return False
+        reserved = np.zeros(len(rows), dtype=np.int32)
+        for g, group in enumerate(cache.groups):
+            held = batch.num_blocks[rows] - batch.num_dropped[g, rows]
+            reserved += np.maximum(group.most_held(batch.num_tokens[rows], cache.chunk) - held, 0)
+        return reserved
 
     def _admit(self, request: Request, hit: CacheHit, now: float) -> None:
-        state, batch = self.state, self.state.batch
+        state = self.state
         num_new = min(request.num_tokens - hit.num_tokens, state.budget.remaining)
         if state.chunk_limit():
             num_new = min(num_new, state.chunk_limit())
+        if state.policy.caps:
+            num_new = state.policy.cap_tokens(request.info, num_new)
         self._count_hit(request, hit)
-        table = state.cache.take(request, hit, hit.num_tokens + num_new)
-        if hit.copy_from:
-            self._copies.append((hit.copy_from, table[len(hit.blocks)]))
+        tables, copies = state.cache.take(request, hit, hit.num_tokens + num_new)
+        state.copy(copies)
         state.waiting.remove(request)
-        request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-        key, stop_ids = state.running_key(request), state.stop_ids(request)
-        row = batch.insert(request, key, table, hit.num_tokens, stop_ids)
+        self._start(request, tables, hit.num_tokens, num_new, hit.num_blocks)
+
+    def _start(
+        self, request: Request, tables: list[list[int]], num_computed: int, num_new: int, num_published: int
+    ) -> None:
+        row = self.state.enter(request, tables, num_computed, num_published)
         rows = np.array([row], dtype=np.int32)
-        state.budget.take(rows, np.array([num_new], dtype=np.int32))
-        batch.num_computed[row] += num_new
-        state.publish(rows)
-        self._new.append(
-            NewRequest(
-                request_id=request.id,
-                row=row,
-                token_ids=request.token_ids,
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
-                block_ids=table,
-                num_computed_tokens=hit.num_tokens,
-            )
-        )
+        self.state.budget.take(rows, np.array([num_new], dtype=np.int32))
+        self.state.batch.num_computed[row] += num_new
+        self.state.publish(rows)
 
     def _count_hit(self, request: Request, hit: CacheHit) -> None:
         """Once for each admission; lookups that led to none do not count."""
         stats = self.state.stats
+        request.num_charged_tokens = max(request.num_charged_tokens, hit.num_tokens)
         if request.resumed:
             request.num_recached_tokens += hit.num_tokens
             stats.recomputed_tokens += max(0, request.num_lost_tokens - hit.num_tokens)
@@ -175,32 +204,130 @@ class Admission:
                 stats.prefix_queried_tokens += request.num_tokens
                 stats.prefix_hit_tokens += hit.num_tokens
 
-    # ---- who may overtake, and why the others wait
+    # ---- siblings: requests with one prompt that is computed once
 
-    def _may_overtake(self, passed_over: list[Request]) -> bool:
-        last_reason = self._reasons[passed_over[-1].id]
-        return (
-            last_reason is BlockedBy.NO_FREE_BLOCKS
-            and len(passed_over) < _MAX_PASSED_OVER
-            and all(request.num_bypassed < self.state.config.max_bypass for request in passed_over)
-        )
+    def _sibling(self, request: Request) -> Request | None:
+        """The live request whose prompt is this one's, while this one has not started."""
+        if request.fork_of is None or request.resumed or request.sampling.prompt_logprobs is not None:
+            return None
+        return self.state.requests.get(request.fork_of)
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        sibling = self._sibling(request)
+        if sibling is None:
+            return False
+        return sibling.row < 0 or self._computed_before(sibling) < request.num_prompt_tokens - 1
+
+    def _computed_before(self, request: Request) -> int:
+        """Tokens of a running request that were there before this step. What comes back from the host in this step is
+        not there yet when the copies are made."""
+        if request.epoch >= self._first_new_epoch:
+            return 0
+        return int(self.state.batch.num_computed[request.row] - self.state.budget.by_row[request.row])
+
+    def _sibling_hit(self, request: Request) -> CacheHit | None:
+        """Share the sibling's blocks but for the one that the last prompt token is computed into: that is copied."""
+        sibling = self._sibling(request)
+        if sibling is None:
+            return None
+        size, last_token = self.state.config.block_size, request.num_prompt_tokens - 1
+        full = last_token // size
+        tables = self.state.batch.tables_of(sibling.row).tolist()
+        for group, table in zip(self.state.cache.groups, tables, strict=True):
+            first = group.first_needed(last_token)
+            if NULL_BLOCK in table[first : full + 1]:
+                return None  # already left of its window
+            table[:first] = [NULL_BLOCK] * first
+        shared = [table[:full] for table in tables]
+        if last_token % size == 0:
+            return CacheHit(shared, last_token)
+        return CacheHit(shared, last_token, copy_from=tuple(table[full] for table in tables))
+
+    # ---- preemption for the sake of a waiting request
+
+    def _preempt_for(self, request: Request, hit: CacheHit) -> bool:
+        """Preempt running requests, the last in order first, for a waiting one that the policy puts above them. Only
+        if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
+        step another request reads."""
+        state, cache, batch = self.state, self.state.cache, self.state.batch
+        willing = []
+        for row in reversed(batch.order.tolist()):
+            running = batch.request_at(row)
+            if running.epoch >= self._first_new_epoch or cache.has_readers(row):
+                continue
+            if state.policy.may_preempt(request.info, running.info):
+                willing.append(running)
+        victims = self._victims_for_lora(request, willing)
+        if victims is None:
+            return False
+        rows_short = (1 if batch.full else 0) - len(victims)
+        blocks_short = cache.cost(hit, request.num_tokens) - self._admissible_blocks()
+        wanted = (*hit.blocks(), *hit.copy_from)
+        blocks_short -= sum(self._freed_by(victim, wanted) for victim in victims)
+        for running in willing:
+            if rows_short <= 0 and blocks_short <= 0:
+                break
+            if running not in victims:
+                victims.append(running)
+                rows_short -= 1
+                blocks_short -= self._freed_by(running, wanted)
+        if rows_short > 0 or blocks_short > 0:
+            return False
+        for victim in victims:
+            state.preempt(victim)
+        return True
+
+    def _victims_for_lora(self, request: Request, willing: list[Request]) -> list[Request] | None:
+        """All rows of one adapter, if the request lacks an adapter slot: of those that can all give way, the one whose
+        most urgent row is the least urgent. None if there is no such adapter."""
+        if not self._lacks_lora_slot(request):
+            return []
+        by_adapter: dict[str, list[Request]] = {}
+        for running in willing:  # the least urgent first
+            if running.lora is not None:
+                by_adapter.setdefault(running.lora, []).append(running)
+        for adapter, rows in by_adapter.items():
+            if len(rows) == self.state.loras[adapter]:
+                return rows
+        return None
+
+    def _freed_by(self, running: Request, wanted: tuple[int, ...]) -> int:
+        """Blocks that would be free to admit with if it were preempted."""
+        batch, ref_count = self.state.batch, self.state.cache.pool.ref_count
+        blocks = batch.tables_of(running.row).ravel().tolist()
+        alone: int = sum(block != NULL_BLOCK and ref_count[block] == 1 and block not in wanted for block in blocks)
+        return alone + int(self._reserved(np.array([running.row], dtype=np.int32))[0])
+
+    # ---- why the others wait
 
     def blocked_by(self, request: Request) -> BlockedBy | None:
         """Why a live request waits; None if it runs or has ended."""
         if request.row >= 0 or request.status.finished:
             return None
-        return self._reasons.get(request.id, self._reason_of_the_rest)
+        if request.status is RequestStatus.SWAPPED:
+            return BlockedBy.NO_FREE_BLOCKS
+        parked_for = _PARKED_FOR.get(request.status)
+        return parked_for or self._reasons.get(request.id, self._reason_of_the_rest)
 
     def waiting_by_reason(self) -> dict[BlockedBy, int]:
         """How many wait for what. Costs by how many the last step looked at, not by how many wait."""
-        counts: dict[BlockedBy, int] = {}
+        state, counts = self.state, dict[BlockedBy, int]()
+
+        def add(reason: BlockedBy, count: int) -> None:
+            if count:
+                counts[reason] = counts.get(reason, 0) + count
+
         looked_at = 0
         for request_id, reason in self._reasons.items():
-            request = self.state.requests.get(request_id)
-            if request is not None and request.row < 0:
-                counts[reason] = counts.get(reason, 0) + 1
+            request = state.requests.get(request_id)
+            if request is not None and request.row < 0 and request.status in _IN_QUEUE:
+                add(reason, 1)
                 looked_at += 1
-        if len(self.state.waiting) > looked_at:
-            rest = self._reason_of_the_rest
-            counts[rest] = counts.get(rest, 0) + len(self.state.waiting) - looked_at
+        for status, count in state.waiting.parked_by_status().items():
+            add(_PARKED_FOR[status], count)
+        add(BlockedBy.NO_FREE_BLOCKS, len(state.swapped))
+        add(self._reason_of_the_rest, state.waiting.num_ready - looked_at)
         return counts
+
+
+_IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -25,7 +25,6 @@ def _check_batch(state: SchedulerState) -> None:
     used = int(state.budget.by_row.sum())
     assert used + state.budget.remaining == config.max_num_batched_tokens, "the budget does not add up"
     assert state.budget.remaining >= 0, "more tokens were handed out than max_num_batched_tokens"
-    keys = []
     for row in order:
         request = batch.request_at(row)
         who = f"request {request.id} in row {row}"
@@ -37,8 +36,7 @@ def _check_batch(state: SchedulerState) -> None:
         assert tokens <= int(batch.max_total[row]) <= config.max_model_len, f"{who}: {tokens} tokens, over its limit"
         held = int(batch.num_blocks[row]) * config.block_size
         assert computed <= held, f"{who}: {computed} tokens computed, its blocks hold {held}"
-        keys.append(state.running_key(request))
-    assert keys == sorted(keys), "the running order is not sorted"
+    assert batch.keys == sorted(batch.keys), "the running order is not sorted"
     rows = [r for r in range(config.max_num_seqs) if batch.requests[r] is not None]
     assert rows == sorted(order), "a row is taken that is not in the order"
 
@@ -47,10 +45,13 @@ def _check_blocks(state: SchedulerState) -> None:
     batch, pool, index = state.batch, state.cache.pool, state.cache.index
     held: Counter[int] = Counter()
     for row in batch.order.tolist():
-        table = batch.table_of(row).tolist()
-        held.update(block for block in table if block != NULL_BLOCK)
-        real = [block for block in table if block != NULL_BLOCK]
-        assert len(real) == len(set(real)), f"row {row} holds a block twice: {table}"
+        real = [block for block in batch.tables_of(row).ravel().tolist() if block != NULL_BLOCK]
+        held.update(real)
+        assert len(real) == len(set(real)), f"row {row} holds a block twice: {real}"
+        for g, group in enumerate(state.cache.groups):
+            table, dropped = batch.tables_of(row)[g], int(batch.num_dropped[g, row])
+            assert not table[:dropped].any() and table[dropped:].all(), f"row {row}, group {g}: {table.tolist()}"
+            assert group.drops or not dropped, f"row {row}: blocks of a group that keeps all were given back"
     free = pool.free_blocks()
     assert len(free) == len(set(free)) == pool.num_free, "the free list contradicts its count"
     assert NULL_BLOCK not in free and held[NULL_BLOCK] == 0, "the null block was given out"
@@ -60,16 +61,23 @@ def _check_blocks(state: SchedulerState) -> None:
     assert len(free) + len(held) == pool.num_usable, "free and held blocks are not all blocks"
     assert not set(free) & set(held), "a block is both free and held"
     for block, block_hash in index.items():
-        assert index.longest_prefix([block_hash]) == [block], f"block {block} and its hash point past each other"
+        assert index.get(block_hash) == block, f"block {block} and its hash point past each other"
 
 
 def _check_queue(state: SchedulerState, admission: Admission) -> None:
-    waiting = list(state.waiting)
-    assert len(waiting) == len(state.waiting)
-    assert len(waiting) + len(state.batch) == len(state.requests), "a live request neither runs nor waits"
-    for request in waiting:
-        assert state.requests.get(request.id) is request and request.row < 0, f"{request.id} waits and is not live"
-        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.id} {request.status.name}"
-        assert admission.blocked_by(request) is not None, f"{request.id} waits without a reason"
+    waiting, swapped = list(state.waiting), list(state.swapped)
+    assert len(waiting) == len(state.waiting) and len(swapped) == len(state.swapped)
+    apart = len(waiting) + len(swapped) + len(state.batch)
+    assert apart == len(state.requests), "a live request is not in exactly one of running, waiting and swapped"
+    for request in [*waiting, *swapped]:
+        who = f"request {request.id}, {request.status.name}"
+        assert state.requests.get(request.id) is request and request.row < 0, f"{who} waits and is not live"
+        assert (request.status is RequestStatus.SWAPPED) == (request in state.swapped), f"{who} is in the wrong queue"
+        assert admission.blocked_by(request) is not None, f"{who} waits without a reason"
+    held = sum(block != NULL_BLOCK for request in swapped for table in request.host_tables for block in table)
+    host = state.cache.host_pool
+    if host is not None:
+        assert host.num_usable - host.num_free == held, "host blocks are held by nobody, or twice"
+    assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     if not state.requests:
         assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"

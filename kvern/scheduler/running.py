@@ -1,4 +1,10 @@
-"""The first half of a step: running requests take tokens and blocks, in running order."""
+"""Running requests take tokens and blocks, in running order. Order of side effects in schedule_running():
+
+1. blocks that no token will read again (left of a sliding window) are given back
+2. a row about to write into a block that a fork shares gets a copy of its own
+3. all rows are served at once as far as the free blocks reach; at the first row they do not reach, somebody leaves
+   the batch, and the rest is tried again
+"""
 
 from __future__ import annotations
 
@@ -9,29 +15,37 @@ from kvern.scheduler.state import SchedulerState
 from kvern.step import Int32
 
 
-def schedule_running(state: SchedulerState) -> bool:
-    """Hand out tokens and blocks. Returns whether somebody had to be preempted for it.
-
-    All rows are served at once as far as the free blocks reach; at the first row they do not reach, the last of the
-    order leaves the batch, and the rest is tried again.
-    """
+def schedule_running(state: SchedulerState, pending: Int32) -> bool:
+    """Hand out tokens and blocks to the rows `pending`. Returns whether somebody had to be preempted for it."""
     batch, cache, size = state.batch, state.cache, state.config.block_size
-    pending, preempted_before = batch.order, len(state.notices.preempted_rows)
+    preempted_before = len(state.notices.preempted_rows)
+    num_groups = len(cache.groups)
+    _drop_unreadable(state, pending)
+    pending = _own_tails(state, pending)
+    ordered = not state.policy.dynamic
     while len(pending):
-        grant = state.budget.cut(_wanted(state, pending))
+        wanted = _wanted(state, pending)
+        grant = state.budget.cut(wanted)
         need = (batch.num_computed[pending] + (grant + (size - 1))) // size - batch.num_blocks[pending]
         np.maximum(need, 0, out=need)
         ends = np.cumsum(need)
         served = len(pending)
-        if ends[-1] > cache.num_free_blocks:
-            served = int(np.searchsorted(ends, cache.num_free_blocks, side="right"))
+        if ends[-1] * num_groups > cache.num_free_blocks:
+            served = int(np.searchsorted(ends, cache.num_free_blocks // num_groups, side="right"))
+        if not ordered and (served < len(pending) or grant is not wanted):
+            # Not everybody gets what they want: now the order matters, and it has to be fresh.
+            ordered = True
+            state.reorder()
+            pending = batch.order[np.isin(batch.order, pending)]
+            continue
         if served:
             rows, grant = pending[:served], grant[:served]
             state.budget.take(rows, grant)
             batch.num_computed[rows] += grant
             if ends[served - 1]:
                 grows = np.flatnonzero(need[:served])
-                batch.append_blocks(rows[grows], need[grows], cache.allocate(int(ends[served - 1])))
+                blocks = cache.allocate(int(ends[served - 1]) * num_groups)
+                batch.append_blocks(rows[grows], need[grows], np.array(blocks, dtype=np.int32).reshape(num_groups, -1))
         pending = pending[served:]
         if len(pending):
             pending = pending[pending != _make_room(state)]
@@ -47,20 +61,79 @@ def _wanted(state: SchedulerState, rows: Int32) -> Int32:
     np.minimum(wanted, batch.max_total[rows] - 1 - computed, out=wanted)
     if state.chunk_limit():
         np.minimum(wanted, state.chunk_limit(), out=wanted)
+    if state.policy.caps:
+        for i in np.flatnonzero(wanted > 1).tolist():
+            wanted[i] = state.policy.cap_tokens(batch.request_at(int(rows[i])).info, int(wanted[i]))
     return wanted
 
 
-def _make_room(state: SchedulerState) -> int:
-    """Somebody lacks blocks, so the last in order leaves the batch, be it the same one. Returns the row it had."""
+def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
     batch = state.batch
-    victim = batch.request_at(int(batch.order[-1]))
-    row = victim.row
+    for g, group in enumerate(state.cache.groups):
+        if not group.drops:
+            continue
+        first = group.first_needed(batch.num_computed[rows])
+        for i in np.flatnonzero(first > batch.num_dropped[g, rows]).tolist():
+            row, end = int(rows[i]), int(first[i])
+            start = int(batch.num_dropped[g, row])
+            state.cache.drop(batch.block_table[g, row, start:end].tolist())
+            batch.block_table[g, row, start:end] = 0
+            batch.num_dropped[g, row] = end
+
+
+def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
+    """Copy-on-write. Returns the rows that are still in the batch: making room for a copy may cost one its row."""
+    batch, cache = state.batch, state.cache
+    for row in rows[batch.shares_tail[rows]].tolist():
+        if batch.requests[row] is None:
+            continue
+        place = int(batch.num_computed[row]) // state.config.block_size
+        batch.shares_tail[row] = False
+        if place >= batch.num_blocks[row]:
+            continue  # it goes on in a block of its own
+        while cache.num_free_blocks < len(cache.groups) and batch.requests[row] is not None:
+            _make_room(state)
+        if batch.requests[row] is None:
+            continue
+        tails = batch.block_table[:, row, place]
+        for g, block in enumerate(tails.tolist()):
+            if cache.pool.ref_count[block] > 1:
+                batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
+                state.copy([(block, copy)])
+        state.notices.replaced.append((row, place))
+    left = [batch.requests[row] is not None for row in rows.tolist()]
+    return rows if all(left) else rows[left]
+
+
+def _make_room(state: SchedulerState) -> int:
+    """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had."""
+    batch = state.batch
+    row = _victim(state)
+    request = batch.request_at(row)
     if len(batch) > 1:
-        state.preempt(victim)
+        state.preempt(request)
     else:
         # Nothing is left to take from anybody: it cannot grow, now or later.
         num_tokens = int(batch.num_tokens[row])
-        has_output = num_tokens > victim.num_prompt_tokens
+        has_output = num_tokens > request.num_prompt_tokens
         status = RequestStatus.FINISHED_LENGTH if has_output else RequestStatus.FINISHED_IGNORED
-        state.end(victim, status, error=state.pool_too_small(num_tokens))
+        state.end(request, status, error=state.pool_too_small(num_tokens))
     return row
+
+
+def _victim(state: SchedulerState) -> int:
+    """The row that gives way. Requests that have gained no token since they were resumed are spared as long as there
+    is another, so that no request is preempted twice without a step forward."""
+    batch = state.batch
+    requests = batch.requests_in_order()
+    spared = [r.num_preemptions > 0 and batch.num_tokens[r.row] == batch.num_at_entry[r.row] for r in requests]
+    candidates = [r for r, spare in zip(requests, spared, strict=True) if not spare] or requests
+    if state.config.victim == "newest":
+        return max(candidates, key=lambda r: (r.arrival_time, r.serial)).row
+    if state.config.victim == "least_computed":
+        return min(candidates, key=lambda r: (int(batch.num_computed[r.row]), -r.serial)).row
+    if not state.policy.picks_victims:
+        return candidates[-1].row
+    infos = [r.info for r in candidates]
+    chosen = state.policy.pick_victim(infos)
+    return candidates[next(i for i, info in enumerate(infos) if info is chosen)].row

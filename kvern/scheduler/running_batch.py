@@ -5,7 +5,8 @@ The columns here are the only truth about a running request's progress; `Request
 
     0 <= num_computed <= num_tokens + num_drafts + num_placeholders,   num_tokens <= max_total
     token_ids[row, :num_tokens] are final; the drafts, if any, follow them.
-    block_table[row, :num_blocks] holds the blocks of positions 0 .. num_blocks * block_size - 1.
+    block_table[group, row, :num_blocks] holds the blocks of positions 0 .. num_blocks * block_size - 1, of which the
+    first num_dropped[group, row] have been given back and read as 0.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _NO_STOP = -1
 
 
 class RunningBatch:
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         rows, blocks = max_num_seqs, -(-max_model_len // block_size)
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.token_ids: Int32 = np.zeros((rows, max_model_len), dtype=np.int32)
-        self.block_table: Int32 = np.zeros((rows, blocks), dtype=np.int32)
+        self.block_table: Int32 = np.zeros((num_groups, rows, blocks), dtype=np.int32)
+        self.num_dropped: Int32 = np.zeros((num_groups, rows), dtype=np.int32)
 
         def column(dtype: Any = np.int32) -> Any:
             return np.zeros(rows, dtype=dtype)
@@ -40,20 +42,23 @@ class RunningBatch:
         self.num_computed: Int32 = column()  # tokens whose keys and values are in the cache, or planned to be
         self.num_blocks: Int32 = column()
         self.num_published: Int32 = column()  # leading full blocks that are hittable, or would be equal to one
+        self.num_at_entry: Int32 = column()  # tokens it had when it was given the row
         self.max_total: Int32 = column()  # prompt + output never exceed this
         self.min_total: Int32 = column()  # nothing but the length stops it before
+        self.shares_tail: NDArray[np.bool_] = column(np.bool_)  # its last block may have another holder: a fork
+        self.special: NDArray[np.bool_] = column(np.bool_)  # needs a look of its own in each step: it has images
         self.epoch: NDArray[np.int64] = column(np.int64)
         self.epoch.fill(-1)
         self.stop_ids: Int32 = np.full((rows, 4), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
         self.ids: NDArray[np.object_] = np.empty(rows, dtype=object)  # request ids, for taking many at once
         self.requests: list[Request | None] = [None] * rows
         self.order: Int32 = np.zeros(0, dtype=np.int32)
-        self._keys: list[Any] = []  # sort keys of `order`
+        self.keys: list[Any] = []  # sort keys of `order`
         self._free_rows = list(range(rows - 1, -1, -1))
         self.next_epoch = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     @property
     def full(self) -> bool:
@@ -71,28 +76,33 @@ class RunningBatch:
         """The known tokens of a row, as a view."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def table_of(self, row: int) -> Int32:
-        """The block table of a row, as a view."""
-        return self.block_table[row, : self.num_blocks[row]]
+    def tables_of(self, row: int) -> Int32:
+        """The block tables of a row, [groups, num_blocks], as a view."""
+        return self.block_table[:, row, : self.num_blocks[row]]
 
     # ---- rows come and go
 
-    def insert(self, request: Request, key: Any, table: list[int], num_computed: int, stop_ids: tuple[int, ...]) -> int:
+    def insert(
+        self, request: Request, key: Any, tables: list[list[int]], num_computed: int, stop_ids: tuple[int, ...]
+    ) -> int:
         """Give the request a row and its place in the order. The caller sees to status and blocks."""
+        place = bisect_left(self.keys, key)
         row = self._free_rows.pop()
-        place = bisect_left(self._keys, key)
-        self._keys.insert(place, key)
+        self.keys.insert(place, key)
         self.order = np.insert(self.order, place, row)
         n = request.num_tokens
         self.token_ids[row, :n] = request.token_ids
-        self.num_tokens[row] = n
+        self.num_tokens[row] = self.num_at_entry[row] = n
         self.num_drafts[row] = self.num_placeholders[row] = 0
         self.num_computed[row] = num_computed
-        self.block_table[row, : len(table)] = table
-        self.num_blocks[row] = len(table)
-        self.num_published[row] = num_computed // self.block_size
+        self.num_blocks[row] = len(tables[0])
+        for group, table in enumerate(tables):
+            self.block_table[group, row, : len(table)] = table
+            self.num_dropped[group, row] = next((i for i, block in enumerate(table) if block), len(table))
         self.max_total[row] = request.max_total_tokens
         self.min_total[row] = request.num_prompt_tokens + request.sampling.min_tokens
+        self.shares_tail[row] = False
+        self.special[row] = bool(request.images)
         self._set_stop_ids(row, stop_ids)
         self.epoch[row] = request.epoch = self.next_epoch
         self.next_epoch += 1
@@ -116,25 +126,26 @@ class RunningBatch:
             self.epoch[row] = -1
             self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = 0
             self.num_drafts[row] = self.num_placeholders[row] = 0
+            self.num_dropped[:, row] = 0
         stay = ~leaves[self.order]
-        self._keys = [key for key, stays in zip(self._keys, stay.tolist(), strict=True) if stays]
+        self.keys = [key for key, stays in zip(self.keys, stay.tolist(), strict=True) if stays]
         self.order = self.order[stay]
         self._free_rows.extend(reversed(gone))
 
     def reorder(self, keys: list[Any]) -> None:
-        """New sort keys, in the present order: sort by them."""
+        """New sort keys, one for each of requests_in_order(): sort by them."""
         places = sorted(range(len(keys)), key=keys.__getitem__)
-        self._keys = [keys[i] for i in places]
+        self.keys = [keys[i] for i in places]
         self.order = self.order[places]
 
     # ---- many rows at once
 
-    def append_blocks(self, rows: Int32, counts: Int32, blocks: list[int]) -> None:
-        """counts[i] further blocks to the table of rows[i], taken from `blocks` in order."""
+    def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> None:
+        """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order."""
         owners = np.repeat(rows, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         index = self.num_blocks[owners] + np.arange(len(owners), dtype=np.int32) - first
-        self.block_table[owners, index] = blocks
+        self.block_table[:, owners, index] = blocks
         self.num_blocks[rows] += counts
 
     def append_tokens(self, rows: Int32, tokens: Int32) -> None:

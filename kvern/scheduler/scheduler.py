@@ -6,15 +6,20 @@ resumption after a preemption, speculation and decode are that one rule.
 
 Pure: no clock (`now` is an argument), no I/O, no randomness; the same calls give the same outputs. Order in schedule():
 
-  1. running.py: running requests take tokens and blocks; who lacks a block has the last in order preempted
+  1. running.py: running requests take tokens and blocks; if blocks are short, somebody is preempted
   2. state.publish: blocks that become full are made hittable
-  3. admission.py, if nobody was preempted: waiting requests are admitted as far as all of their tokens will fit
+  3. admission.py, if nobody was preempted: swapped, then waiting requests are admitted if all of their tokens will fit
   4. the plan is written down as a SchedulerOutput; num_computed has already advanced
+
+batching/ puts 1 to 3 into order: this one is `mixed`.
 
 update_from_output() (results.py) appends what was sampled, takes back rejected drafts, and ends requests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +27,11 @@ from kvern.config import SchedulerConfig
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.admission import Admission
+from kvern.scheduler.batching import Phases, make_batching
+from kvern.scheduler.policies import Served, make_policy
+from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.results import take_in
-from kvern.scheduler.running import schedule_running
-from kvern.scheduler.state import Notices, SchedulerState, SchedulerStats
+from kvern.scheduler.state import Notices, PreemptionCosts, SchedulerState, SchedulerStats
 from kvern.scheduler.view import RequestView, view_of
 from kvern.step import Int32, ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, StepOutputs
 
@@ -36,6 +43,8 @@ class Scheduler:
         self.config = config
         self.state = SchedulerState(config)
         self.admission = Admission(self.state)
+        self.phases = Phases(self.state, self.admission)
+        self.batching = make_batching(config.batching, config.delay_factor)
 
     # ---- what goes in
 
@@ -63,23 +72,51 @@ class Scheduler:
         self.state.preempt(request)
         return True
 
+    def fork(self, parent_id: str, child: Request) -> None:
+        """`child` goes on from where the live request `parent_id` is, sharing its blocks until one of them writes.
+        Raises InvalidRequest if there is no such parent, or the child's id is in use."""
+        parent = self.state.requests.get(parent_id)
+        if parent is None:
+            raise InvalidRequest(f"request {parent_id!r} is not live", "request_id")
+        if child.id in self.state.requests:
+            raise InvalidRequest(f"request id {child.id!r} is in use", "request_id")
+        self.state.fork(parent, child)
+
+    def grammar_ready(self, request_id: str) -> bool:
+        """A request that waited for its grammar waits for its turn from now on. False if there is no such one."""
+        request = self.state.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
+            return False
+        request.status = RequestStatus.WAITING
+        self.state.waiting.unpark(request)
+        return True
+
+    def set_policy(self, name: str, options: Mapping[str, Any] | None = None) -> None:
+        """Another policy from the next step on; running requests go on running. Raises InvalidConfig."""
+        self.state.set_policy(GuardedPolicy(make_policy(name, options)))
+
+    def set_preemption_costs(self, copy_block: float, compute_token: float) -> None:
+        """Measured seconds to copy a block between device and host, and to compute a prompt token: what
+        preemption=auto decides by. Part of the events in, like a request."""
+        self.state.costs = PreemptionCosts(copy_block, compute_token)
+
     # ---- one step
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan a step. `now`: seconds on the caller's clock."""
         state, batch = self.state, self.state.batch
-        state.budget.reset()
+        state.begin_step(now)
+        self.admission.begin_step()
         running = batch.order
         epochs, blocks_before = batch.epoch[running], batch.num_blocks[running]
-        preempted = schedule_running(state)
-        state.publish(running)
-        if preempted:
-            new_requests, copies = self.admission.admit_nobody(BlockedBy.NO_FREE_BLOCKS)
-        else:
-            new_requests, copies = self.admission.admit_waiting(now)
+        self.batching.plan(self.phases, now)
         state.cache.end_step()
         stayed = (state.budget.by_row[running] > 0) & (batch.epoch[running] == epochs)
-        return self._write_down(running[stayed], blocks_before[stayed], new_requests, copies)
+        output = self._write_down(running[stayed], blocks_before[stayed])
+        if state.policy.accounts:
+            self._account(output)
+        state.stats.policy_errors = state.policy.num_errors
+        return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepOutputs:
         """Take in the result of a planned step. Outputs are handed back in the order in which they were planned."""
@@ -87,14 +124,15 @@ class Scheduler:
 
     # ---- the plan, written down
 
-    def _write_down(
-        self, kept: Int32, blocks_before: Int32, new_requests: list[NewRequest], copies: list[tuple[int, int]]
-    ) -> SchedulerOutput:
+    def _write_down(self, kept: Int32, blocks_before: Int32) -> SchedulerOutput:
         """`kept`: rows that were in the batch before and compute something, with the length their tables had."""
         state, batch, config, told = self.state, self.state.batch, self.config, self.state.notices
         rows = kept
-        if new_requests:
-            rows = np.concatenate([kept, np.array([new.row for new in new_requests], dtype=np.int32)])
+        if told.entered:  # forks among them are in `kept` too
+            known = np.isin(kept, told.entered, invert=True)
+            added = [row for row in told.entered if row not in kept and state.budget.by_row[row]]
+            rows = np.concatenate([kept, np.array(added, dtype=np.int32)])
+            kept, blocks_before = kept[known], blocks_before[known]
         num_new = state.budget.by_row[rows]
         after = batch.num_computed[rows]
         output = SchedulerOutput(
@@ -106,9 +144,11 @@ class Scheduler:
             num_new=num_new,
             samples=after >= batch.num_tokens[rows] + batch.num_placeholders[rows],
             total_num_scheduled_tokens=config.max_num_batched_tokens - state.budget.remaining,
-            new_requests=new_requests,
+            new_requests=[self._new_request(row) for row in told.entered],
             new_blocks=self._new_blocks(kept, blocks_before),
-            blocks_to_copy=copies,
+            blocks_to_copy=told.copies,
+            blocks_to_swap_out=told.swap_out,
+            blocks_to_swap_in=told.swap_in,
             finished_req_ids=told.finished_ids,
             finished_rows=told.finished_rows,
             preempted_req_ids=told.preempted_ids,
@@ -128,14 +168,44 @@ class Scheduler:
         state.stats.scheduled_tokens += output.total_num_scheduled_tokens
         return output
 
+    def _new_request(self, row: int) -> NewRequest:
+        batch, request = self.state.batch, self.state.batch.request_at(row)
+        return NewRequest(
+            request_id=request.id,
+            row=row,
+            token_ids=batch.tokens_of(row).copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            tables=batch.tables_of(row).tolist(),
+            num_computed_tokens=int(batch.num_computed[row] - self.state.budget.by_row[row]),
+            lora=request.lora,
+        )
+
     def _new_blocks(self, rows: Int32, before: Int32) -> NewBlocks:
         grown = self.state.batch.num_blocks[rows] - before
-        if not grown.any():
+        replaced = [(row, place) for row, place in self.state.notices.replaced if row in rows]
+        if not replaced and not grown.any():
             return NewBlocks.none()
         owners = np.repeat(rows, grown)
         first = np.repeat(np.cumsum(grown) - grown, grown)
         index = np.repeat(before, grown) + np.arange(len(owners), dtype=np.int32) - first
-        return NewBlocks(owners, index, self.state.batch.block_table[owners, index])
+        if replaced:
+            owners = np.append(owners, np.array([row for row, _ in replaced], dtype=np.int32))
+            index = np.append(index, np.array([place for _, place in replaced], dtype=np.int32))
+        return NewBlocks(owners, index, self.state.batch.block_table[:, owners, index])
+
+    def _account(self, output: SchedulerOutput) -> None:
+        """Tell the policy who was served: tokens computed for the first time."""
+        batch, served = self.state.batch, []
+        ends = (output.num_computed + output.num_new).tolist()
+        for row, end in zip(output.rows.tolist(), ends, strict=True):
+            request = batch.request_at(row)
+            before = request.num_charged_tokens
+            if end > before:
+                request.num_charged_tokens = end
+                prompt = max(0, min(end, request.num_prompt_tokens) - before)
+                served.append(Served(request.info, prompt, end - before - prompt))
+        self.state.policy.on_served(served)
 
     def _write_drafts(self, output: SchedulerOutput) -> None:
         """Drafts that found no room in the budget are dropped, the first ones are kept."""
@@ -167,7 +237,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.state.waiting)
+        """Swapped and parked ones included."""
+        return len(self.state.waiting) + len(self.state.swapped)
 
     @property
     def num_free_blocks(self) -> int:
@@ -178,8 +249,8 @@ class Scheduler:
         return self.state.batch.requests_in_order()
 
     def waiting(self) -> list[Request]:
-        """Waiting requests, in the order in which they will be tried."""
-        return list(self.state.waiting)
+        """Swapped and waiting requests, in the order in which they will be tried, then the parked ones."""
+        return [*self.state.swapped, *self.state.waiting]
 
     def waiting_by_reason(self) -> dict[BlockedBy, int]:
         return self.admission.waiting_by_reason()

@@ -1,8 +1,9 @@
 """What the scheduler knows, and the few ways in which a request changes hands.
 
-Who owns what: `requests` has every live request. A waiting one is in `waiting` and holds nothing. A running one has a
-row in `batch`, which holds its progress and its block table; `cache` counts the references of the table's blocks.
-Every departure goes through preempt() or end() here, so that blocks are given back, and told, exactly once.
+Who owns what: `requests` has every live request. A waiting one is in `waiting` and holds nothing; a swapped one is in
+`swapped` and holds host blocks; a running one has a row in `batch`, which holds its progress and its block tables.
+`cache` counts the references. Every departure goes through preempt() or end() here, so that blocks are given back, and
+told, exactly once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from kvern.cache.kv_cache_manager import KVCacheManager
 from kvern.config import SchedulerConfig
 from kvern.request import Request, RequestStatus
 from kvern.scheduler.budget import SchedulingBudget
-from kvern.scheduler.policies import make_policy
+from kvern.scheduler.policies import RequestInfo, make_policy
+from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.running_batch import RunningBatch
 from kvern.scheduler.waiting_queue import WaitingQueue
 from kvern.step import FinishedRequest, Int32
@@ -31,33 +33,88 @@ class SchedulerStats:
     prefix_queried_tokens: int = 0  # tokens of requests at their first admission
     prefix_hit_tokens: int = 0  # of those, found in the cache
     preemptions: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     recomputed_tokens: int = 0  # computed before a preemption and computed again after it
+    policy_errors: int = 0
 
 
 @dataclass(slots=True)
 class Notices:
-    """What the next SchedulerOutput tells the executor about those who left. Each is told once."""
+    """What the next SchedulerOutput tells the executor beside the tokens to compute. Each is told once."""
 
     finished_ids: list[str] = field(default_factory=list)
     finished_rows: list[int] = field(default_factory=list)
     preempted_ids: list[str] = field(default_factory=list)
     preempted_rows: list[int] = field(default_factory=list)
     ignored_ids: list[str] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    replaced: list[tuple[int, int]] = field(default_factory=list)  # (row, place in its tables)
+    entered: list[int] = field(default_factory=list)  # rows whose occupant the executor does not know
+
+
+@dataclass(slots=True)
+class PreemptionCosts:
+    """Measured by whoever computes the steps, for preemption = auto. Seconds."""
+
+    copy_block: float = 0.0  # one block between device and host
+    compute_token: float = 0.0  # one prompt token
 
 
 class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.policy = make_policy(config.policy)
-        self.cache = KVCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
-        self.waiting = WaitingQueue(self.policy.rank)
+        self.policy = GuardedPolicy(make_policy(config.policy, config.policy_options))
+        self.cache = KVCacheManager(
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.kv_groups,
+            config.max_num_batched_tokens,
+            config.host_blocks,
+        )
+        groups = len(config.kv_groups)
+        self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
+        self.waiting = WaitingQueue(self._rank)
+        self.swapped = WaitingQueue(self._rank)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
+        self.loras: dict[str, int] = {}  # adapter -> rows that use it
         self.stats = SchedulerStats()
         self.notices = Notices()
+        self.costs = PreemptionCosts()
         self.ended: list[FinishedRequest] = []  # told in the next StepOutputs, then cleared
         self._next_serial = 0
+
+    # ---- order
+
+    def begin_step(self, now: float) -> None:
+        self.budget.reset()
+        if self.policy.begin_step(now):
+            self.reorder()  # the last step was planned without the policy
+
+    def reorder(self) -> None:
+        """Ask the policy for every rank again."""
+        self.waiting.resort()
+        self.swapped.resort()
+        self.batch.reorder([self.running_key(request) for request in self.batch.requests_in_order()])
+
+    def set_policy(self, policy: GuardedPolicy) -> None:
+        """Another policy from now on; no request is touched."""
+        policy.now = self.policy.now
+        self.policy = policy
+        for request in self.requests.values():
+            policy.on_arrival(request.info)
+        self.reorder()
+
+    def running_key(self, request: Request) -> tuple[tuple[float, ...], float, int]:
+        """Place in the running order; unless the policy says otherwise, the last of the order gives way first."""
+        return (self._rank(request), request.arrival_time, request.serial)
+
+    def _rank(self, request: Request) -> tuple[float, ...]:
+        return self.policy.rank(request.info)
 
     # ---- transitions
 
@@ -65,29 +122,72 @@ class SchedulerState:
         """A new live request: it waits, or ends at once if it can never fit."""
         request.serial = self._next_serial
         self._next_serial += 1
+        request.info = RequestInfo(request, self)
         limit, max_tokens = self.config.max_model_len, request.sampling.max_tokens
         request.max_total_tokens = limit if max_tokens is None else min(limit, request.num_prompt_tokens + max_tokens)
         self.requests[request.id] = request
+        self.policy.on_arrival(request.info)
         error = self.never_fits(request)
-        if error is None:
+        if error is not None:
+            self.end(request, RequestStatus.FINISHED_IGNORED, error=error)
+        elif request.status is RequestStatus.WAITING:
             self.waiting.add(request)
         else:
-            self.end(request, RequestStatus.FINISHED_IGNORED, error=error)
+            self.waiting.park(request)
+
+    def enter(self, request: Request, tables: list[list[int]], num_computed: int, num_published: int) -> int:
+        """Give a request a row with these tables, which hold the cache of its first num_computed tokens; their first
+        num_published blocks are hittable."""
+        request.status = RequestStatus.RUNNING
+        key, stop_ids = self.running_key(request), self.stop_ids(request)
+        row = self.batch.insert(request, key, tables, num_computed, stop_ids)
+        self.batch.num_published[row] = num_published
+        self.notices.entered.append(row)
+        if request.lora is not None:
+            self.loras[request.lora] = self.loras.get(request.lora, 0) + 1
+        return row
 
     def preempt(self, request: Request) -> None:
-        """Running -> waiting, in front of its rank. Tokens are kept, blocks are not."""
-        self.notices.preempted_rows.append(request.row)
+        """Running -> swapped or waiting, in front of its rank. Tokens are kept; the blocks' content is kept on the
+        host if the mode, and the room there, allow it."""
+        row, batch = request.row, self.batch
+        self.notices.preempted_rows.append(row)
         self.notices.preempted_ids.append(request.id)
-        self.budget.give_back(request.row)
-        self.cache.retract(request.row)
-        self._leave(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_lost_tokens = request.num_computed_tokens
-        request.num_computed_tokens = 0
-        request.resumed = True
+        batch.num_computed[row] = min(batch.num_computed[row] - self.budget.by_row[row], batch.num_tokens[row])
+        self.budget.give_back(row)
+        self.cache.retract(row)
         request.num_preemptions += 1
+        request.resumed = True
         self.stats.preemptions += 1
-        self.waiting.add(request)
+        num_computed = int(batch.num_computed[row])
+        if request.num_preemptions > self.config.max_preemptions:
+            error = f"preempted {request.num_preemptions} times, max_preemptions is {self.config.max_preemptions}"
+            self.end(request, RequestStatus.FINISHED_ERROR, error=error)
+        elif self._should_swap(row, num_computed):
+            held = -(-num_computed // self.config.block_size)
+            request.host_tables, moves = self.cache.swap_out(batch.tables_of(row), held)
+            self.notices.swap_out += moves
+            self.stats.swapped_out_blocks += len(moves)
+            self._leave(request)
+            request.status = RequestStatus.SWAPPED
+            self.swapped.add(request)
+        else:
+            self._leave(request)
+            request.status = RequestStatus.PREEMPTED
+            request.num_lost_tokens, request.num_computed_tokens = num_computed, 0
+            self.waiting.add(request)
+
+    def _should_swap(self, row: int, num_computed: int) -> bool:
+        if self.config.preemption == "recompute" or not num_computed:
+            return False
+        held = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
+        num_blocks = int(np.count_nonzero(held))
+        if not self.cache.can_swap_out(num_blocks):
+            return False
+        if self.config.preemption == "swap":
+            return True
+        there_and_back = 2 * num_blocks * self.costs.copy_block
+        return 0.0 < there_and_back < num_computed * self.costs.compute_token
 
     def end(
         self, request: Request, status: RequestStatus, stop_reason: int | None = None, error: str | None = None
@@ -98,6 +198,7 @@ class SchedulerState:
         self._leave(request)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
+        self.policy.on_finish(request.info)
         self.notices.finished_ids.append(request.id)
         if status is RequestStatus.FINISHED_IGNORED:
             self.notices.ignored_ids.append(request.id)
@@ -106,18 +207,51 @@ class SchedulerState:
     def _leave(self, request: Request) -> None:
         """Out of the batch or the queue, blocks given back."""
         if request.row >= 0:
-            table = self.batch.table_of(request.row).tolist()
+            tables = self.batch.tables_of(request.row).copy()
+            if self.notices.copies:  # what was to be copied for it must not land in blocks that are others' now
+                mine = tables.ravel().tolist()
+                self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
+            if request.row in self.notices.entered:
+                self.notices.entered.remove(request.row)
             self.batch.remove([request.row])
-            self.cache.free(table)
+            self.cache.free(tables)
+            if request.lora is not None:
+                self.loras[request.lora] -= 1
+                if not self.loras[request.lora]:
+                    del self.loras[request.lora]
         elif request in self.waiting:
             self.waiting.remove(request)
             self.cache.forget(request.id)
+        elif request in self.swapped:
+            self.swapped.remove(request)
+            self.cache.free_host(request.host_tables)
+            request.host_tables = []
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """`child` goes on from where `parent` is, with its tokens; every block is shared until one of them writes to
+        it. If the parent does not run, or no row is free, the child waits like a resumed request."""
+        row = parent.row
+        tokens = self.batch.tokens_of(row) if row >= 0 else parent.token_ids
+        child.token_ids, child.num_prompt_tokens = tokens.copy(), parent.num_prompt_tokens
+        child.block_hashes = list(parent.block_hashes)
+        child.num_charged_tokens = parent.num_charged_tokens
+        child.resumed = len(tokens) > parent.num_prompt_tokens
+        self.add(child)
+        if row < 0 or self.batch.full or child.status is not RequestStatus.WAITING:
+            return
+        self.waiting.remove(child)
+        tables, num_computed = self.batch.tables_of(row), int(self.batch.num_computed[row])
+        self.cache.share(tables)
+        new_row = self.enter(child, tables.tolist(), num_computed, int(self.batch.num_published[row]))
+        self.batch.shares_tail[[row, new_row]] = True
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Have the executor copy blocks (source, destination) before this step. A source that is itself the
+        destination of such a copy is not there yet: then its own source is taken."""
+        origin = {destination: source for source, destination in self.notices.copies}
+        self.notices.copies += [(origin.get(source, source), destination) for source, destination in pairs]
 
     # ---- facts that more than one phase needs
-
-    def running_key(self, request: Request) -> tuple[object, float, int]:
-        """Place in the running order; the last of the order gives way first."""
-        return (self.policy.rank(request), request.arrival_time, request.serial)
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
         """Token ids that end the request, EOS first."""
@@ -131,12 +265,19 @@ class SchedulerState:
 
     def never_fits(self, request: Request) -> str | None:
         """Why a waiting request could never be admitted, or None."""
-        if request.num_prompt_tokens >= self.config.max_model_len:
+        config = self.config
+        if request.num_prompt_tokens >= config.max_model_len:
             return (
-                f"the prompt has {request.num_prompt_tokens} tokens, at most {self.config.max_model_len - 1} fit: "
-                f"max_model_len is {self.config.max_model_len}, and one token is kept for the output"
+                f"the prompt has {request.num_prompt_tokens} tokens, at most {config.max_model_len - 1} fit: "
+                f"max_model_len is {config.max_model_len}, and one token is kept for the output"
             )
-        if self.cache.blocks_for(request.num_tokens) > self.cache.num_usable_blocks:
+        whole = not config.enable_chunked_prefill and not request.resumed
+        if whole and request.num_prompt_tokens > config.max_num_batched_tokens:
+            return (
+                f"the prompt has {request.num_prompt_tokens} tokens and chunked prefill is off: "
+                f"at most max_num_batched_tokens = {config.max_num_batched_tokens} fit into a step"
+            )
+        if self.cache.most_held(request.num_tokens) > self.cache.num_usable_blocks:
             return self.pool_too_small(request.num_tokens)
         return None
 
@@ -156,5 +297,5 @@ class SchedulerState:
         for i in np.flatnonzero(full > batch.num_published[rows]).tolist():
             row, end = int(rows[i]), int(full[i])
             first = int(batch.num_published[row])
-            self.cache.publish(batch.request_at(row), batch.token_ids[row], batch.block_table[row], first, end, row)
+            self.cache.publish(batch.request_at(row), batch.token_ids[row], batch.block_table[:, row], first, end, row)
             batch.num_published[row] = end

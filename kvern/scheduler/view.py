@@ -21,7 +21,7 @@ class RequestView:
     num_computed_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    block_ids: list[int]
+    block_ids: list[int]  # of the first group
     output_token_ids: list[int]
     error: str | None
 
@@ -29,7 +29,7 @@ class RequestView:
 def view_of(request: Request, batch: RunningBatch, blocked_by: BlockedBy | None) -> RequestView:
     row = request.row
     if row >= 0:
-        tokens, table = batch.tokens_of(row), batch.table_of(row).tolist()
+        tokens, table = batch.tokens_of(row), batch.tables_of(row)[0].tolist()
         num_computed = int(batch.num_computed[row])
     else:
         tokens, table, num_computed = request.token_ids, [], request.num_computed_tokens

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvern.request import Request
+from kvern.request import Request, RequestStatus
 
 _Entry = tuple[Any, Request]
 
@@ -47,13 +47,26 @@ class WaitingQueue:
         """The ready request at `place`, 0 = the head."""
         return self._entries[place][1]
 
-    def parked(self) -> list[Request]:
-        return list(self._parked.values())
+    def is_parked(self, request: Request) -> bool:
+        return request.id in self._parked
+
+    def parked_by_status(self) -> dict[RequestStatus, int]:
+        counts: dict[RequestStatus, int] = {}
+        for request in self._parked.values():
+            counts[request.status] = counts.get(request.status, 0) + 1
+        return counts
+
+    def earliest_arrival(self) -> float:
+        """Of the ready requests, of which there must be one. O(waiting)."""
+        return min(request.arrival_time for _, request in self._entries)
 
     def add(self, request: Request) -> None:
-        key = (self._rank(request), not request.resumed, request.arrival_time, request.serial)
+        key = self._key_of(request)
         self._keys[request.id] = key
         insort(self._entries, (key, request), key=_key)
+
+    def _key_of(self, request: Request) -> Any:
+        return (self._rank(request), not request.resumed, request.arrival_time, request.serial)
 
     def park(self, request: Request) -> None:
         """Set aside until unpark()."""
@@ -68,11 +81,8 @@ class WaitingQueue:
         if self._parked.pop(request.id, None) is None:
             del self._entries[bisect_left(self._entries, self._keys.pop(request.id), key=_key)]
 
-    def set_rank(self, rank: Callable[[Request], Any]) -> None:
-        """Another order for everybody who waits."""
-        self._rank = rank
-        requests = [request for _, request in self._entries]
-        self._entries.clear()
-        self._keys.clear()
-        for request in requests:
-            self.add(request)
+    def resort(self) -> None:
+        """Ask for every rank again."""
+        self._entries = [(self._key_of(request), request) for _, request in self._entries]
+        self._entries.sort(key=_key)
+        self._keys = {request.id: key for key, request in self._entries}

@@ -13,10 +13,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import Any
 
 from kvern.clock import VirtualClock
 from kvern.config import SchedulerConfig
-from kvern.request import Request
+from kvern.request import Request, RequestStatus
 from kvern.sampling_params import SamplingParams
 from kvern.scheduler.scheduler import Scheduler
 from kvern.scheduler.view import RequestView
@@ -42,12 +43,24 @@ class SchedulerHarness:
         long_prefill_token_threshold: int = 0,
         watermark: float = 0.0,
         max_bypass: int = 0,
+        host_blocks: int = 0,
+        seed: int = 0,
+        preempt_probability: float = 0.0,
+        *,
+        policy_options: dict[str, Any] | None = None,
+        victim: str = "policy",
+        enable_chunked_prefill: bool = True,
+        delay_factor: float = 0.0,
+        max_preemptions: int = 10_000,
         num_speculative_tokens: int = 0,
         async_scheduling: bool = False,
         eos_token_id: int | None = None,
-        seed: int = 0,
-        preempt_probability: float = 0.0,
+        max_loras: int = 0,
+        sliding_window: int | None = None,
+        kv_groups: Sequence[str] = ("full",),
     ) -> None:
+        if sliding_window is not None:
+            kv_groups = (f"window:{sliding_window}",)
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -61,6 +74,14 @@ class SchedulerHarness:
             long_prefill_token_threshold=long_prefill_token_threshold,
             watermark=watermark,
             max_bypass=max_bypass,
+            host_blocks=host_blocks,
+            policy_options=policy_options or {},
+            victim=victim,
+            enable_chunked_prefill=enable_chunked_prefill,
+            delay_factor=delay_factor,
+            max_preemptions=max_preemptions,
+            max_loras=max_loras,
+            kv_groups=tuple(kv_groups),
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
@@ -85,10 +106,21 @@ class SchedulerHarness:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         at: float = 0.0,
+        *,
+        lora: str | None = None,
+        grammar: str | None = None,
+        fork_of: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> str:
-        """Let a request arrive at time `at`. `prompt`: token ids, or how many tokens of its own. Returns its id."""
+        """Let a request arrive at time `at`. Returns its id.
+
+        prompt: token ids, or how many tokens of its own. grammar="pending": it waits for grammar_ready(). fork_of: a
+        request with the same prompt, which is then computed once."""
+        if grammar not in (None, "pending"):
+            raise ValueError(f'grammar must be None or "pending", got {grammar!r}')
         if request_id is None:
-            request_id = next(name for i in self._names if (name := f"r{i}") not in self.requests)
+            request_id = self._new_name()
         tokens = own_tokens(request_id, prompt) if isinstance(prompt, int) else list(prompt)
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop_token_ids)
@@ -101,11 +133,42 @@ class SchedulerHarness:
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
+            lora=lora,
+            fork_of=fork_of,
+            status=RequestStatus.WAITING if grammar is None else RequestStatus.WAITING_FOR_GRAMMAR,
+            ttft_target=ttft_target,
+            tpot_target=tpot_target,
         )
         self.scheduler.add_request(request)
         self.requests[request_id] = request
         self.delivered[request_id] = []
         return request_id
+
+    def fork(self, parent: str, request_id: str | None = None) -> str:
+        """A sibling that goes on from where `parent` is. Returns its id."""
+        if request_id is None:
+            request_id = self._new_name()
+        of = self.requests[parent]
+        child = Request(
+            request_id,
+            of.token_ids[: of.num_prompt_tokens],
+            of.sampling,
+            arrival_time=of.arrival_time,
+            priority=of.priority,
+            tenant=of.tenant,
+            cache_salt=of.cache_salt,
+            lora=of.lora,
+        )
+        self.scheduler.fork(parent, child)
+        self.requests[request_id] = child
+        self.delivered[request_id] = list(self.delivered[parent])
+        return request_id
+
+    def grammar_ready(self, request_id: str) -> None:
+        self.scheduler.grammar_ready(request_id)
+
+    def _new_name(self) -> str:
+        return next(name for i in self._names if (name := f"r{i}") not in self.requests)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step at the clock's time. Several may be planned before the first is updated."""

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvern.cache.block_pool import NULL_BLOCK
+from kvern.cache.groups import make_group
 from kvern.config import ModelConfig, SchedulerConfig
 from kvern.sampling_params import SamplingParams
 from kvern.step import Int32, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
@@ -74,7 +76,7 @@ def reference_tokens(prompt: list[int], num_tokens: int) -> list[int]:
 class _Row:
     tokens: list[int]
     num_prompt_tokens: int
-    table: list[int]
+    tables: list[list[int]]
     sampling: SamplingParams
     plain: bool  # greedy, and nothing else asked
 
@@ -86,7 +88,10 @@ class HistoryHashExecutor:
         self.block_size = config.block_size
         self.vocab_size = vocab_size
         self._eos = config.eos_token_ids
-        self.kv: NDArray[np.int64] = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
+        shape = (config.num_blocks, config.block_size)
+        self.kv: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
+        self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, config.block_size), -1, dtype=np.int64)
+        self._groups = [make_group(spec, config.block_size) for spec in config.kv_groups]
         self._rows: dict[int, _Row] = {}
         self._sampler: Sampler | None = None
 
@@ -125,32 +130,42 @@ class HistoryHashExecutor:
             gone = self._rows.pop(row, None)
             if gone is not None and not gone.plain and self._sampler is not None:
                 self._sampler.remove_row(row)
-        if output.blocks_to_copy:
-            sources, destinations = (list(side) for side in zip(*output.blocks_to_copy, strict=True))
-            self.kv[destinations] = self.kv[sources]
+        _move(self.kv, self.host_kv, output.blocks_to_swap_out)
+        _move(self.kv, self.kv, output.blocks_to_copy)
+        _move(self.host_kv, self.kv, output.blocks_to_swap_in)
         for new in output.new_requests:
             plain = _is_plain(new.sampling)
             tokens = new.token_ids.tolist()
-            self._rows[new.row] = _Row(tokens, new.num_prompt_tokens, list(new.block_ids), new.sampling, plain)
+            tables = [list(table) for table in new.tables]
+            self._rows[new.row] = _Row(tokens, new.num_prompt_tokens, tables, new.sampling, plain)
             if not plain:
                 self._the_sampler().add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
         blocks = output.new_blocks
-        for row, index, block in zip(blocks.rows.tolist(), blocks.index.tolist(), blocks.blocks.tolist(), strict=True):
-            table = self._rows[row].table
-            assert index == len(table), f"row {row}: block {block} goes to place {index}, the table has {len(table)}"
-            table.append(block)
+        for row, index, *column in zip(
+            blocks.rows.tolist(), blocks.index.tolist(), *blocks.blocks.tolist(), strict=True
+        ):
+            for table, block in zip(self._rows[row].tables, column, strict=True):
+                assert index <= len(table), f"row {row}: block {block} leaves a gap after place {len(table)}"
+                table[index : index + 1] = [block]
 
     def _write(self, row: int, start: int, n: int, drafts: list[int]) -> None:
         state = self._rows[row]
         ids = (state.tokens + drafts)[start : start + n]
         assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
         for position, token in enumerate(ids, start):
-            block = state.table[position // self.block_size]
-            self.kv[block, position % self.block_size] = token + (position << 32)
+            for table in state.tables:
+                block = table[position // self.block_size]
+                assert block != NULL_BLOCK, f"row {row}: position {position} would be written to the null block"
+                self.kv[block, position % self.block_size] = token + (position << 32)
 
     def _history(self, row: int, length: int) -> NDArray[np.int64]:
-        table = self._rows[row].table[: -(-length // self.block_size)]
-        return self.kv[table].reshape(-1)[:length]
+        """What token `length` - 1 reads, group after group, as far as each of them reaches back."""
+        parts = []
+        for group, table in zip(self._groups, self._rows[row].tables, strict=True):
+            first = group.first_needed(length - 1)
+            read = self.kv[table[first : -(-length // self.block_size)]].reshape(-1)
+            parts.append(read[: length - first * self.block_size])
+        return np.concatenate(parts)
 
     def _sample(self, row: int, end: int, drafts: list[int], result: ModelRunnerOutput) -> list[int]:
         """The tokens after position end - 1 - drafts: drafts as long as the model agrees, then one of its own."""
@@ -190,6 +205,12 @@ class HistoryHashExecutor:
 
             self._sampler = Sampler(self.vocab_size, self._eos)
         return self._sampler
+
+
+def _move(source: NDArray[np.int64], destination: NDArray[np.int64], moves: list[tuple[int, int]]) -> None:
+    if moves:
+        from_blocks, to_blocks = (list(side) for side in zip(*moves, strict=True))
+        destination[to_blocks] = source[from_blocks]
 
 
 def _one(value: int) -> Int32:

@@ -1,20 +1,8 @@
-"""Scheduling policies, one small file each."""
+"""Scheduling policies, one small file each, and the interface to write another."""
 
 from __future__ import annotations
 
-from kvern.config import InvalidConfig
-from kvern.scheduler.policies.base import Policy
-from kvern.scheduler.policies.fcfs import FCFS
-from kvern.scheduler.policies.priority import Priority
+from kvern.scheduler.policies.base import Policy, RequestInfo, Served
+from kvern.scheduler.policies.registry import POLICIES, make_policy
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (FCFS, Priority)}
-
-__all__ = ["FCFS", "POLICIES", "Policy", "Priority", "make_policy"]
-
-
-def make_policy(name: str) -> Policy:
-    """The policy of that name. Raises InvalidConfig naming those there are."""
-    try:
-        return POLICIES[name]()
-    except KeyError:
-        raise InvalidConfig(f"policy must be one of {', '.join(POLICIES)}, got {name!r}") from None
+__all__ = ["POLICIES", "Policy", "RequestInfo", "Served", "make_policy"]

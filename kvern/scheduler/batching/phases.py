@@ -1,0 +1,51 @@
+"""The phases of a step, for a batching to put into order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvern.request import BlockedBy
+from kvern.scheduler.admission import Admission
+from kvern.scheduler.running import schedule_running
+from kvern.scheduler.state import SchedulerState
+from kvern.step import Int32
+
+
+class Phases:
+    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+        self.state = state
+        self.admission = admission
+
+    @property
+    def running(self) -> Int32:
+        return self.state.batch.order
+
+    def prefilling(self, rows: Int32) -> np.ndarray:
+        """Which of these rows are still computing tokens that they had when they entered the batch."""
+        batch = self.state.batch
+        return batch.num_computed[rows] < batch.num_at_entry[rows]
+
+    def run(self, rows: Int32) -> bool:
+        """Hand tokens to these running rows and publish what they fill. Returns whether somebody was preempted."""
+        preempted = schedule_running(self.state, rows)
+        self.state.publish(rows)
+        return preempted
+
+    def swap_in(self) -> bool:
+        """Bring swapped requests back. Returns whether all are back."""
+        return self.admission.swap_in()
+
+    def admit(self, now: float) -> int:
+        """Admit waiting requests; returns how many."""
+        return self.admission.admit_waiting(now)
+
+    def admit_nobody(self, reason: BlockedBy) -> None:
+        self.admission.admit_nobody(reason)
+
+
+class Batching(Protocol):
+    def plan(self, phases: Phases, now: float) -> None:
+        """Run the phases of one step."""
+        ...
