@@ -207,6 +207,6 @@ def _compile(source: str) -> jinja2.Template:
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
-        return template.render(**variables)
+        return template.render(variables)
     except Exception as exc:  # whatever a template does to odd messages must end this request only
         raise InvalidRequest(f"the chat template refused the messages: {exc}", "messages") from None
