@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvern.config import ModelConfig, SchedulerConfig
-from kvern.kernels.ops import load_ops
+from kvern.kernels.ops import AttentionMetadata, load_ops
 from kvern.models.registry import load_model
 from kvern.runner.model_runner import ModelRunner
 from kvern.sampling_params import SamplingParams
@@ -168,3 +168,16 @@ class Driver:
             assert not result.errors
             sampled += result.token_ids[0, : result.count[0]].tolist()
         return sampled
+
+
+def all_logits(model, token_ids):
+    """Logits [T, vocab] of every position of a sequence, computed in one go in a cache of its own."""
+    length = np.array([len(token_ids)])
+    positions = np.arange(len(token_ids))
+    blocks = -(-len(token_ids) // 16)
+    table = np.arange(1, blocks + 1, dtype=np.int32)
+    metadata = AttentionMetadata(positions, positions + 16, length * 0, length, length, table[None], 16)
+    config, ops = model.config, model.ops
+    caches = ops.allocate_kv_cache(config.num_layers, blocks + 1, 16, config.num_kv_heads, config.head_dim)
+    hidden = model(np.array(token_ids, dtype=np.int32), ops.plan(metadata), caches)
+    return ops.to_numpy(model.logits(hidden))

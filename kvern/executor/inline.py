@@ -45,7 +45,7 @@ def load_executor(
     """The executor for `config`, the scheduler's limits, and what the model says of itself.
 
     What cannot work is refused before weights are read. Raises InvalidConfig naming the option to change; a model
-    that cannot be found or read is one too (ModelError, InvalidCheckpoint).
+    that cannot be found or read is one too (ModelError).
     """
     files = resolve_model(config.model)
     model_config = read_model_config(files)
