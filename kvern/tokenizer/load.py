@@ -108,8 +108,8 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     pieces = file.strings("tokenizer.ggml.tokens")
     types = meta.get("tokenizer.ggml.token_type")
     kinds: list[int] = types.tolist() if types is not None else [1] * len(pieces)
-    named_ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_NAMES.items()}
-    named = {name: pieces[i] for name, i in named_ids.items() if i is not None and i < len(pieces)}
+    ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in _GGUF_NAMES.items()}
+    named = {name: pieces[i] for name, i in ids.items() if 0 <= i < len(pieces)}
     ends = _ends(named)
     special = {i: pieces[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN) or pieces[i] in ends}
     added = special | {i: pieces[i] for i, kind in enumerate(kinds) if kind == _USER_DEFINED}
@@ -121,9 +121,9 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(pieces, meta["tokenizer.ggml.scores"].tolist(), prefix_space)
     backend.add_tokens([AddedToken(t, special=i in special, normalized=False) for i, t in sorted(added.items())])
 
-    bos = named_ids["bos_token"]
+    bos: int | None = ids["bos_token"] if "bos_token" in named else None
     adds_bos = meta.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in pre_tokenizers.ADDS_BOS)
-    if adds_bos and "bos_token" in named:
+    if adds_bos and bos is not None:
         backend.post_processor = _bos_processor(pieces[bos], bos)
     return SubwordTokenizer(
         backend,
