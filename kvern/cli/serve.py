@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     server_config, engine_config = read_configs(args, ServerConfig, EngineConfig)
     from kvern.log import setup_logging
 
-    setup_logging(engine_config.log_level)
+    setup_logging(engine_config.log_level, "server")
     logger.info("kvern %s: %s", __version__, describe(engine_config, server_config))
     from kvern.server.app import serve
 
