@@ -12,7 +12,7 @@ because copies come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -134,9 +134,11 @@ class KVCacheManager:
             if self.index.insert(request.block_hashes[i], block):
                 self._filled_by[block] = row
 
-    def has_readers(self, row: int) -> bool:
-        """Whether somebody in this step reads a block that `row` fills in this step: then it must run."""
-        return any(r == row and self.pool.ref_count[b] > 1 for b, r in self._filled_by.items())
+    def has_readers(self, row: int, wanted_blocks: Container[int] = ()) -> bool:
+        """Whether somebody in this step reads a block that `row` fills in this step, or would, if given
+        `wanted_blocks`: then it must run."""
+        filled = [b for b, r in self._filled_by.items() if r == row]
+        return any(self.pool.ref_count[b] > 1 or b in wanted_blocks for b in filled)
 
     def retract(self, row: int) -> None:
         """`row` will not run in this step after all: what it would have filled cannot be hit."""

@@ -6,6 +6,8 @@ requests still need is reserved for them against further admissions (not against
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvern.cache.kv_cache_manager import CacheHit
@@ -108,24 +110,27 @@ class Admission:
     def _preempt_for(self, request: Request, hit: CacheHit) -> bool:
         """Preempt running requests, the last in order first, for a waiting one that the policy puts above them. Only
         if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
-        step another request reads."""
+        step another request reads, or the waiting one would."""
         batch, cache = self.state.batch, self.state.cache
-        rows_short = 1 if batch.full else 0
-        blocks_short = cache.cost(hit, request.num_tokens) - self._admissible_blocks()
+        need, admissible = cache.cost(hit, request.num_tokens), self._admissible_blocks()
         wanted_blocks = (*hit.blocks, hit.copy_from)
         victims: list[Request] = []
+        leaving: Counter[int] = Counter()  # block -> how many victims hold it
         for row in reversed(batch.order.tolist()):
             running = batch.request_at(row)
             if not self.state.policy.may_preempt(request, running):
                 break
-            if running.epoch >= self._first_new_epoch or cache.has_readers(row):
+            if running.epoch >= self._first_new_epoch or cache.has_readers(row, wanted_blocks):
                 continue
             victims.append(running)
-            rows_short -= 1
             table = batch.table_of(row).tolist()
-            blocks_short -= sum(cache.pool.ref_count[b] == 1 and b not in wanted_blocks for b in table)
-            blocks_short -= int(self._reserved(batch.order[batch.order == row])[0])
-            if rows_short <= 0 and blocks_short <= 0:
+            leaving.update(table)
+            # One that the waiting request wants is not gained: free, it would cost what it brings.
+            admissible += sum(leaving[b] == cache.pool.ref_count[b] and b not in wanted_blocks for b in table)
+            admissible += int(self._reserved(batch.order[batch.order == row])[0])
+            if len(victims) == len(batch):
+                admissible += self._watermark_blocks
+            if need <= admissible:
                 for victim in victims:
                     self.state.preempt(victim)
                 return True

@@ -57,7 +57,7 @@ def _make_room(state: SchedulerState) -> int:
     row = victim.row
     if len(batch) > 1:
         state.preempt(victim)
-    else:
+    elif not batch.num_placeholders[row]:  # else the tokens under way are still to come
         # Nothing is left to take from anybody: it cannot grow, now or later.
         num_tokens = int(batch.num_tokens[row])
         has_output = num_tokens > victim.num_prompt_tokens
