@@ -9,6 +9,7 @@ says 503 for FAREWELL seconds, and the exit code is 1, so that a supervisor star
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 import sys
 from types import FrameType
@@ -38,6 +39,7 @@ from kvern.server.transport import Gate, json_response, read_json
 
 # Seconds a dead engine's server still answers, so that probes and clients learn of it.
 FAREWELL = 2.0
+_BACKLOG = 2048
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
@@ -113,6 +115,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     listener = _listen(config)
     try:
         return uvloop.run(_serve(engine_config, config, listener))
+    except KeyboardInterrupt:  # while loading; later it is `_Server` that hears it
+        return 130
     finally:
         listener.close()
 
@@ -123,14 +127,15 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     except EngineDeadError as exc:
         print(f"kvern: the engine did not start: {exc}", file=sys.stderr)
         return 1
-    app = build_app(client, config)
-    server = _Server(app, app.state.server)
-    _say_address(app.state.server, listener)
     try:
+        app = build_app(client, config)
+        server = _Server(app, app.state.server)
+        listener.listen(_BACKLOG)  # whoever reads the next line can connect
+        _say_address(app.state.server, listener)
         await server.serve(sockets=[listener])
+        return await server.ended()
     finally:
-        await server.end()
-    return server.exit_code
+        await client.shutdown()
 
 
 class _Server(uvicorn.Server):
@@ -148,6 +153,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
+                backlog=_BACKLOG,
             )
         )
         self.exit_code = 0
@@ -175,10 +181,11 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(FAREWELL)
             self.should_exit = True
 
-    async def end(self) -> None:
+    async def ended(self) -> int:
+        """The exit code, when all that ends is over."""
         self._watch.cancel()
         await asyncio.gather(self._watch, *self._ending, return_exceptions=True)
-        await self._state.client.shutdown()
+        return self.exit_code
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -219,4 +226,4 @@ def _say_address(server: ServerState, listener: socket.socket) -> None:
     body = {"model": server.model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     print(f"kvern serves {server.model_name} at {url}")
     print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-          f"  -d '{msgspec.json.encode(body).decode()}'", flush=True)  # fmt: skip
+          f"  -d {shlex.quote(msgspec.json.encode(body).decode())}", flush=True)  # fmt: skip

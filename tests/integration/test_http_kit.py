@@ -430,7 +430,7 @@ def test_k28_same_request_id_twice(server, endpoint):
 def test_k33_names_and_paths(http, server):
     assert error_of(post(http, CHAT, model="gpt-4"), 404)["code"] == "model_not_found"
     assert post(http, CHAT, model=server.model).status_code == 200
-    for path in ("//v1/completions", "/v1//completions", "/v1/completions/", "/completions"):
+    for path in ("/v1//completions", "/v1/completions//", "/v1/completions/", "/completions"):
         assert http.post(path, json=body_for(COMPLETIONS)).status_code == 200
     assert error_of(http.post("/v1/nothing", json={}), 404)["code"] == "not_found"
     assert error_of(http.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
