@@ -6,14 +6,13 @@ Exit codes: 0 done, 1 the engine failed, 2 what was asked cannot be (the message
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 
 from kvern import __version__
 from kvern.cli import chat, generate, models, serve
-from kvern.cli.options import Parser, fail, normalize
+from kvern.cli.options import Parser, did_you_mean, fail, normalize
 from kvern.config import InvalidConfig
 
 _COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "models": models}
@@ -45,8 +44,7 @@ def _unknown(argument: str, command: str) -> str:
     known = Parser()
     if command in _COMMANDS:
         _COMMANDS[command].add_arguments(known)
-    near = difflib.get_close_matches(argument.partition("=")[0], known._option_string_actions, n=1)
-    return f"unknown argument {argument!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    return f"unknown argument {argument!r}{did_you_mean(argument.partition('=')[0], known._option_string_actions)}"
 
 
 def _run(args: argparse.Namespace) -> int:

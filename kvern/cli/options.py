@@ -7,8 +7,9 @@ wins over the file. A yes-or-no option is `--enable-prefix-caching` or `--no-ena
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,10 +66,10 @@ def read_configs(args: argparse.Namespace, *configs: type[Any], known: Sequence[
     classes `known`, which this command does not use. Raises InvalidConfig."""
     from_file = _read_file(args.config) if args.config else {}
     mine = {option.name: option for config in configs for option in options(config)}
-    others = {option.name for config in known for option in options(config)}
+    named = [*mine, *(option.name for config in known for option in options(config))]
     for name in from_file:
-        if name not in mine and name not in others:
-            make_config(configs[0], {name: from_file[name]})  # raises, and suggests a name
+        if name not in named:
+            raise InvalidConfig(f"config: unknown option {name!r}{did_you_mean(name, named)}")
     values = {name: value for name, value in from_file.items() if name in mine}
     for name, option in mine.items():
         if hasattr(args, name):
@@ -105,6 +106,11 @@ def _from_text(option: Option, value: Any) -> Any:
             kind = "an integer" if option.type is int else "a number"
             raise InvalidConfig(f"{option.name} must be {kind}, got {value!r}") from None
     return value
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def describe(*configs: msgspec.Struct) -> str:
