@@ -9,6 +9,7 @@ says 503 for FAREWELL seconds, and the exit code is 1, so that a supervisor star
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import socket
 import sys
@@ -25,7 +26,6 @@ from fastapi.responses import Response
 from kvern import __version__
 from kvern.config import EngineConfig, InvalidConfig, ServerConfig
 from kvern.engine.client import AsyncClient
-from kvern.engine.messages import EngineDeadError
 from kvern.server.errors import install_error_handlers
 from kvern.server.metrics import CONTENT_TYPE
 from kvern.server.openai.chat import ChatShape
@@ -36,6 +36,8 @@ from kvern.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from kvern.server.openai.tokenize import detokenize, tokenize
 from kvern.server.state import ServerState
 from kvern.server.transport import Gate, json_response, read_json
+
+logger = logging.getLogger(__name__)
 
 # Seconds a dead engine's server still answers, so that probes and clients learn of it.
 FAREWELL = 2.0
@@ -111,22 +113,17 @@ def _add_own_routes(app: FastAPI, server: ServerState) -> None:
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Run until told to end; the exit code. Raises InvalidConfig before anything is loaded, if that can be said."""
+    """Run until told to end; the exit code. Raises InvalidConfig, before anything is loaded where that can be said, and
+    EngineDeadError if the engine does not start."""
     listener = _listen(config)
     try:
         return uvloop.run(_serve(engine_config, config, listener))
-    except KeyboardInterrupt:  # while loading; later it is `_Server` that hears it
-        return 130
     finally:
         listener.close()
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    try:
-        client = await AsyncClient.start(engine_config, _say_progress)
-    except EngineDeadError as exc:
-        print(f"kvern: the engine did not start: {exc}", file=sys.stderr)
-        return 1
+    client = await AsyncClient.start(engine_config, lambda phase, seconds: logger.info("%s: %.1f s", phase, seconds))
     try:
         app = build_app(client, config)
         server = _Server(app, app.state.server)
@@ -211,10 +208,6 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.close()
         raise InvalidConfig(f"{config.host}:{config.port} cannot be listened on: {exc.strerror}") from None
     return listener
-
-
-def _say_progress(phase: str, seconds: float) -> None:
-    print(f"{phase}: {seconds:.1f} s", flush=True)
 
 
 def _say_address(server: ServerState, listener: socket.socket) -> None:

@@ -9,33 +9,30 @@ import sys
 import tempfile
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 _ADDRESS = re.compile(r"^kvern serves (?P<model>.+) at (?P<url>http://\S+)$", re.MULTILINE)
-_RUN = """
-import json, sys
-from kvern.config import EngineConfig, ServerConfig, make_config
-from kvern.server.app import serve
-engine, server = json.loads(sys.argv[1])
-sys.exit(serve(make_config(EngineConfig, engine), make_config(ServerConfig, server)))
-"""
-_SERVER_OPTIONS = ("host", "api_key", "max_body_size", "shutdown_timeout")
 
 
 class ServerProcess:
     """`with ServerProcess(model="toy:history-hash", num_blocks=9) as server:` and then `server.url`.
 
-    options: those of EngineConfig and ServerConfig. It listens on any free port. Raises RuntimeError, with what the
-    server said, if it does not come up within `timeout` seconds.
+    options: those of `kvern serve`. It listens on any free port. Raises RuntimeError, with what the server said, if it
+    does not come up within `timeout` seconds.
     """
 
     def __init__(self, *, timeout: float = 60.0, **options: Any) -> None:
-        options.setdefault("model", "toy:history-hash")
-        server = {name: options.pop(name) for name in _SERVER_OPTIONS if name in options}
-        configs = json.dumps([options, server | {"port": 0}])
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        options = {"model": "toy:history-hash", "port": 0} | options
+        arguments = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()
+        ]
+        self._output = tempfile.NamedTemporaryFile("a")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, configs], stdout=self._output, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-m", "kvern.cli.main", "serve", *arguments],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.model, self.url = self._wait_for_address(timeout)
 
@@ -53,8 +50,7 @@ class ServerProcess:
 
     def output(self) -> str:
         """What it has printed and logged so far."""
-        self._output.seek(0)
-        return self._output.read()
+        return Path(self._output.name).read_text()
 
     def get(self, path: str) -> Any:
         """The JSON at `path`."""
