@@ -147,6 +147,7 @@ def test_abort_in_each_phase(phase: str) -> None:
     assert ledger.tokens["neighbour"] == reference_tokens(prompt_of(6), 30)
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+    assert not core._without_token
 
 
 def test_a_second_request_with_a_live_id_is_refused_alone() -> None:

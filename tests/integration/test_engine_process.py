@@ -264,6 +264,22 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(client: AsyncClient, r
     run(go())
 
 
+def test_an_id_is_free_again_when_the_engine_has_let_go_of_it(client: AsyncClient, run: Run) -> None:
+    """After a stop string the reader is done before the engine is; a new request must not get the old one's tokens."""
+
+    async def go() -> None:
+        text = client.tokenizer.decode(reference_tokens(ids("reuse"), 9))
+        stream = await client.generate(ids("reuse"), greedy(4000, stop=(text[5:9],)), request_id="reuse")
+        assert (await collect(stream)).ends == {0: "stop"}
+        with pytest.raises(InvalidRequest, match="'reuse'"):
+            await client.generate(ids("next"), greedy(50), request_id="reuse")
+        await until(lambda: client.num_unfinished == 0)
+        stream = await client.generate(ids("next"), greedy(50), request_id="reuse")
+        assert (await collect(stream)).tokens[0] == reference_tokens(ids("next"), 50)
+
+    run(go())
+
+
 def test_a_slow_reader_gets_everything_in_few_deltas(client: AsyncClient, run: Run) -> None:
     async def go() -> None:
         stream = await client.generate(ids("slow"), greedy(200), request_id="slow")
@@ -386,6 +402,7 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
             os.kill(client.engine_pid, signal.SIGCONT)
         await until(lambda: client.health().ok)
         await until(lambda: client.num_unfinished == 0)
+        assert client.stats.generated_tokens < 4000
         found = await collect(await client.generate(ids("thawed"), greedy(4), request_id="thawed"))
         assert found.tokens[0] == reference_tokens(ids("thawed"), 4)
 
