@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds a dead engine's server still answers, so that probes and clients learn of it.
 FAREWELL = 2.0
+# Seconds for the last bytes to leave: a client that does not read does not keep the server.
+_LAST_WORDS = 3
 _BACKLOG = 2048
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
@@ -151,6 +153,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=75,
                 backlog=_BACKLOG,
+                timeout_graceful_shutdown=_LAST_WORDS,
             )
         )
         self.exit_code = 0

@@ -162,6 +162,7 @@ def test_k08_prompts(http):
         assert len(texts(post(http, COMPLETIONS, prompt=good))) == count
     for bad in ("", [""], ["a", ""], [], [[]], [[10], []], ["a", 1], [1, "a"], [[1], "a"], None, 5, {"a": 1}):
         assert error_of(post(http, COMPLETIONS, prompt=bad), 400)["param"].startswith("prompt"), bad
+    assert "prompt[1]" in error_of(post(http, COMPLETIONS, prompt=["a", ""]), 400)["message"]
     response = post(http, COMPLETIONS, prompt=["a", "b", "c"], n=2)
     assert [choice["index"] for choice in response.json()["choices"]] == list(range(6))
     alone = [texts(post(http, COMPLETIONS, prompt=p))[0] for p in "abc"]
@@ -256,6 +257,8 @@ def test_k14_n(http, endpoint, stream):
     """K14, B083: refused as plain HTTP errors, also where a stream was asked for."""
     for bad in (0, -1, 1.5, "2", 129, 10_000):
         assert error_of(post(http, endpoint, n=bad, stream=stream), 400)["param"] == "n"
+    if endpoint == COMPLETIONS:
+        assert error_of(post(http, endpoint, n=128, prompt=["a"] * 100, stream=stream), 400)["param"] == "n"
     for good in (1, 4):
         assert post(http, endpoint, n=good, stream=stream).status_code == 200
 
@@ -474,6 +477,7 @@ def test_k37_priority_and_salt(http, endpoint):
     for bad in ("", "x" * 10_000):
         assert error_of(post(http, endpoint, cache_salt=bad), 400)["param"] == "cache_salt"
     assert post(http, endpoint, user="").status_code == 200
+    assert error_of(post(http, endpoint, user="x" * 10_000), 400)["param"] == "user"
 
 
 def test_cache_salt_keeps_apart_what_is_cached(http):

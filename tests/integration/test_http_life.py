@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import httpx
 import pytest
 
 from kvern.config import EngineConfig, InvalidConfig, ServerConfig
-from kvern.server.app import serve
+from kvern.server.app import _listen, serve
 from kvern.testing.server import ServerProcess
 
 LONG = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
@@ -169,6 +170,33 @@ def test_idle_server_ends_at_once():
         start = time.monotonic()
         assert server.terminate() == 0
         assert time.monotonic() - start < 3
+
+
+@pytest.mark.slow
+def test_client_that_does_not_read_does_not_keep_the_server():
+    with ServerProcess(num_blocks=2048, shutdown_timeout=0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 16}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((host, int(port)))
+            sock.sendall(head.encode() + b"\r\n\r\n" + body)
+            wait_running(server, 1)
+            time.sleep(1)  # until the buffers on the way are full
+            assert server.terminate(timeout=8) == 0
+
+
+def test_k32_sockets_of_clients_that_vanish_are_closed():
+    """Accepted sockets have the listener's limits: probes when idle, and an end to what is never acknowledged."""
+    with _listen(ServerConfig(port=0)) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as _, listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 @pytest.mark.slow
