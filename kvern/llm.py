@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvern.config import EngineConfig, make_config
@@ -100,7 +100,9 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, priority, progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[CompletionDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[CompletionDelta, None, None]:
         """Complete one prompt, giving what is new after each step. Closing the iterator ends the request; until it is
         exhausted or closed, calls from other threads wait, and from this one raise RuntimeError."""
         with self._exclusive():

@@ -6,12 +6,12 @@ import logging
 import sys
 
 
-def setup_logging(level: str = "info") -> None:
-    """Send the log to stderr, one line a record; `level` is a name such as "info"."""
+def setup_logging(level: str = "info", process: str = "kvern") -> None:
+    """Send the log to stderr, one line a record. level: a name such as "info"; process: which of ours is speaking."""
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
-        format="%(asctime)s %(levelname)-7s %(processName)s %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s",
         datefmt="%H:%M:%S",
         force=True,
     )

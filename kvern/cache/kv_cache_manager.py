@@ -16,7 +16,7 @@ because copies come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +74,7 @@ class KVCacheManager:
         # The same hash means different blocks in different groups.
         self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
         self._miss = CacheHit([[] for _ in self.groups], 0)
+        self.host_leaving: list[int] = []  # host blocks let go since the last step
         self._filled_by: dict[int, int] = {}  # blocks published in this step -> the row that fills them
         self._memo: dict[str, tuple[int, CacheHit]] = {}  # request id -> (index version, hit), while it waits
 
@@ -210,9 +211,11 @@ class KVCacheManager:
                 if block != NULL_BLOCK and self.index.insert(block_hash + suffix, block):
                     self._filled_by[block] = row
 
-    def has_readers(self, row: int) -> bool:
-        """Whether somebody in this step reads a block that `row` fills in this step: then it must run."""
-        return any(r == row and self.pool.ref_count[b] > 1 for b, r in self._filled_by.items())
+    def has_readers(self, row: int, wanted_blocks: Container[int] = ()) -> bool:
+        """Whether somebody in this step reads a block that `row` fills in this step, or would, if given
+        `wanted_blocks`: then it must run."""
+        filled = [b for b, r in self._filled_by.items() if r == row]
+        return any(self.pool.ref_count[b] > 1 or b in wanted_blocks for b in filled)
 
     def retract(self, row: int) -> None:
         """`row` will not run in this step after all: what it would have filled cannot be hit."""
@@ -221,8 +224,11 @@ class KVCacheManager:
             del self._filled_by[block]
 
     def end_step(self) -> None:
-        """What was filled counts as there."""
+        """What was filled counts as there, and host blocks that were let go can be reused."""
         self._filled_by.clear()
+        if self.host_pool is not None:
+            self.host_pool.free(self.host_leaving)
+            self.host_leaving.clear()
 
     def forget(self, request_id: str) -> None:
         """A waiting request is gone, or its tokens changed; drop what was remembered for it."""
@@ -256,8 +262,7 @@ class KVCacheManager:
 
     def swap_in(self, host_tables: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """Device tables for `num_tokens` tokens, of which the first blocks come from the host; callers have checked
-        that there is room. Returns them and the moves (host block, device block). The host blocks are free at once:
-        within a step an executor reads them before it writes others' blocks there."""
+        that there is room. Returns them and the moves (host block, device block)."""
         tables, moves = list[list[int]](), list[tuple[int, int]]()
         for host_table in host_tables:
             held = [block for block in host_table if block != NULL_BLOCK]
@@ -270,9 +275,9 @@ class KVCacheManager:
         return tables, moves
 
     def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
-        assert self.host_pool is not None
-        for table in host_tables:
-            self.host_pool.free(table)
+        """Let host blocks go. They are reused from the next step on, since a step's moves to the host come before its
+        moves from there."""
+        self.host_leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
         root = b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)

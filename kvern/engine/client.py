@@ -493,7 +493,7 @@ class AsyncClient:
         if self._death is not None:
             return
         self._death = reason
-        if not self._shutting_down:
+        if self._output is not None and not self._shutting_down:  # before, `start` raises it
             logger.error("the engine is gone: %s", reason)
         for stream in self._streams.values():
             stream._fail(EngineDeadError(reason))
@@ -505,6 +505,7 @@ class AsyncClient:
             if not answer.done():
                 invalid = self._failure is not None and self._failure.invalid_config
                 answer.set_exception(InvalidConfig(reason) if invalid else EngineDeadError(reason))
+                answer.exception()  # counts as seen, also when nobody waits any more
         self._calls.clear()
 
     async def _close(self) -> None:

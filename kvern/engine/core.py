@@ -130,13 +130,16 @@ class EngineCore:
         return [self._describe(request) for request in self.scheduler.requests.values()]
 
     def dump(self) -> str:
-        """The state in words, for the log of a failure."""
-        requests = list(self.scheduler.requests.values())
-        lines = [f"state: {self.stats()}"]
-        lines += [f"  {self._describe(request)}" for request in requests[:_DUMPED_REQUESTS]]
-        if len(requests) > _DUMPED_REQUESTS:
-            lines.append(f"  ... and {len(requests) - _DUMPED_REQUESTS} more")
-        return "\n".join(lines)
+        """The state in words, for the log of a failure; so it never raises, whatever is broken."""
+        try:
+            requests = list(self.scheduler.requests.values())
+            lines = [f"state: {self.stats()}"]
+            lines += [f"  {self._describe(request)}" for request in requests[:_DUMPED_REQUESTS]]
+            if len(requests) > _DUMPED_REQUESTS:
+                lines.append(f"  ... and {len(requests) - _DUMPED_REQUESTS} more")
+            return "\n".join(lines)
+        except Exception as exc:
+            return f"the state cannot be read: {exc!r}"
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -118,7 +118,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """No token comes any more: all that was held back, an unfinished character as U+FFFD."""
-        text = self._grow(self._decoder.decode(b"", True) if self._begun else "")
+        text = self._grow(self._decoder.decode(b"", True))
         text, self._held = text + self._held, ""
         return text
 

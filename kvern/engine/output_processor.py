@@ -194,8 +194,7 @@ class OutputProcessor:
         at = {token_ids[0]: Logprob(logprobs[0], rank, text(token_ids[0]))}
         for place in range(1, len(token_ids)):
             token = token_ids[place]
-            if token not in at:
-                at[token] = Logprob(logprobs[place], place, text(token))
+            at[token] = Logprob(logprobs[place], place, text(token))
         return at
 
     def _end(self, completion: _Completion, reason: str, time: float, error: str) -> CompletionDelta:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -67,7 +66,7 @@ class EngineProcess:
         if not isinstance(message, StartEngine):
             raise TypeError(f"expected StartEngine, got {type(message).__name__}")
         config = message.config
-        setup_logging(config.log_level)
+        setup_logging(config.log_level, "engine")
         with self._phase("load model"):
             core, model_config = load_core(config)
         # What is loaded lives as long as the process: keep the collector from walking it during steps.
@@ -99,7 +98,7 @@ class EngineProcess:
             flags = zmq.NOBLOCK
             try:
                 message = self._decoder.decode(data)
-            except msgspec.ValidationError as exc:
+            except msgspec.DecodeError as exc:
                 self._refuse_unreadable(data, exc)
                 continue
             if isinstance(message, AddRequest):
@@ -139,7 +138,10 @@ class EngineProcess:
     def _refuse_unreadable(self, data: bytes, error: Exception) -> None:
         """A message that is not one of ours hurts nobody; if it wanted to be a request, its owner hears of it."""
         logger.error("unreadable message: %s", error)
-        message = msgspec.msgpack.decode(data)
+        try:
+            message = msgspec.msgpack.decode(data)
+        except msgspec.DecodeError:
+            return
         if isinstance(message, dict) and isinstance(message.get("request_id"), str):
             self._end_unadmitted(message["request_id"], "error", str(error))
 
@@ -181,8 +183,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_front()
-    multiprocessing.current_process().name = "engine"  # shows in the log
-    setup_logging()
+    setup_logging(process="engine")
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set_hwm(0)  # a slow front must not stall the steps of all requests

@@ -21,7 +21,6 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much of it
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _CACHE_SHARE = 0.4  # of the memory that is free beside the weights
-_TOY_MODELS = ("history-hash",)
 
 
 class InlineExecutor:
@@ -45,12 +44,12 @@ def load_executor(
     """The executor for `config`, the scheduler's limits, and what the model says of itself.
 
     What cannot work is refused before weights are read. Raises InvalidConfig naming the option to change; a model
-    that cannot be found or read is one too (ModelError, InvalidCheckpoint).
+    that cannot be found or read is one too (ModelError).
     """
     files = resolve_model(config.model)
     model_config = read_model_config(files)
     if files.kind == "toy":
-        return _load_toy(config, files.name, model_config)
+        return _load_toy(config, model_config)
     checkpoint = open_checkpoint(files)
     dtype = "float32" if config.dtype == "auto" else config.dtype
     free = _free_beside_weights(checkpoint, dtype)
@@ -64,9 +63,7 @@ def load_executor(
     return InlineExecutor(ModelRunner(model, limits)), limits, model_config
 
 
-def _load_toy(
-    config: EngineConfig, name: str, model_config: ModelConfig
-) -> tuple[Executor, SchedulerConfig, ModelConfig]:
+def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor, SchedulerConfig, ModelConfig]:
     from kvern.testing.toy import HistoryHashExecutor
 
     limits = size_cache(config, model_config, bytes_per_element=4, free_memory=available_memory())

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvern.config import InvalidConfig
 from kvern.kernels.ops import Float32, Ops, Tensor
+from kvern.weights.checkpoint import Checkpoint
+from kvern.weights.files import ModelError
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
-
-
-class InvalidCheckpoint(InvalidConfig):
-    """A checkpoint that does not hold the model its configuration describes; the text names the tensor."""
-
-
-class Checkpoint(Protocol):
-    """Tensors by their Hugging Face name. `load` may be called from several threads."""
-
-    def names(self) -> Iterable[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def load(self, name: str) -> NDArray[np.float32]: ...
 
 
 class Weights:
@@ -47,15 +30,15 @@ class Weights:
         return found
 
     def load(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
-        """The named tensors, one below the other. Raises InvalidCheckpoint if one is missing or of another shape."""
+        """The named tensors, one below the other. Raises ModelError if one is missing or of another shape."""
         parts: list[Float32] = []
         for name, shape in shapes.items():
             name = self._prefix + name
             if name not in self._names:
-                raise InvalidCheckpoint(f"the checkpoint has no tensor {name!r}")
+                raise ModelError(f"the checkpoint has no tensor {name!r}")
             found = tuple(self._checkpoint.shape(name))
             if found != shape:
-                raise InvalidCheckpoint(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
+                raise ModelError(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
             parts.append(self._checkpoint.load(name))
             self._loaded.count()
         return self.ops.weight(parts)

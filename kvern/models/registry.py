@@ -8,7 +8,8 @@ from typing import Any, Protocol, cast
 
 from kvern.config import InvalidConfig, ModelConfig
 from kvern.kernels.ops import Int32, KVCache, Ops, Plan, Tensor
-from kvern.layers.weights import Checkpoint, Progress, Weights
+from kvern.layers.weights import Progress, Weights
+from kvern.weights.checkpoint import Checkpoint
 
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -45,7 +46,7 @@ def load_model(
     progress: Progress | None = None,
 ) -> Model:
     """The model of `config` with the weights of `checkpoint`, prepared for positions below `max_model_len`
-    (default: the model's own). Raises InvalidConfig, or InvalidCheckpoint naming the tensor."""
+    (default: the model's own). Raises InvalidConfig, or ModelError naming the tensor that is missing or of another shape."""
     weights = Weights(checkpoint, ops, progress)
     model: Model = model_class(config.architecture)(config, weights, max_model_len or config.max_position_embeddings)
     return model

@@ -6,6 +6,8 @@ requests still need is reserved for them against further admissions (not against
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvern.cache.block_pool import NULL_BLOCK
@@ -248,34 +250,46 @@ class Admission:
     def _preempt_for(self, request: Request, hit: CacheHit) -> bool:
         """Preempt running requests, the last in order first, for a waiting one that the policy puts above them. Only
         if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
-        step another request reads."""
+        step another request reads, or the waiting one would."""
         state, cache, batch = self.state, self.state.cache, self.state.batch
+        wanted = (*hit.blocks(), *hit.copy_from)
         willing = []
         for row in reversed(batch.order.tolist()):
             running = batch.request_at(row)
-            if running.epoch >= self._first_new_epoch or cache.has_readers(row):
+            if running.epoch >= self._first_new_epoch or cache.has_readers(row, wanted):
                 continue
             if state.policy.may_preempt(request.info, running.info):
                 willing.append(running)
         victims = self._victims_for_lora(request, willing)
         if victims is None:
             return False
-        rows_short = (1 if batch.full else 0) - len(victims)
-        blocks_short = cache.cost(hit, request.num_tokens) - self._admissible_blocks()
-        wanted = (*hit.blocks(), *hit.copy_from)
-        blocks_short -= sum(self._freed_by(victim, wanted) for victim in victims)
-        for running in willing:
-            if rows_short <= 0 and blocks_short <= 0:
-                break
-            if running not in victims:
-                victims.append(running)
-                rows_short -= 1
-                blocks_short -= self._freed_by(running, wanted)
-        if rows_short > 0 or blocks_short > 0:
-            return False
+        others = iter([running for running in willing if running not in victims])
+        while not self._enough_without(victims, request, hit, wanted):
+            victim = next(others, None)
+            if victim is None:
+                return False
+            victims.append(victim)
         for victim in victims:
             state.preempt(victim)
         return True
+
+    def _enough_without(self, victims: list[Request], request: Request, hit: CacheHit, wanted: tuple[int, ...]) -> bool:
+        """Whether the request could be admitted if these running ones were not there."""
+        batch, cache = self.state.batch, self.state.cache
+        if batch.full and not victims:
+            return False
+        admissible = self._admissible_blocks()
+        leaving: Counter[int] = Counter()  # block -> how many victims hold it
+        for victim in victims:
+            leaving.update(batch.tables_of(victim.row).ravel().tolist())
+            admissible += int(self._reserved(np.array([victim.row], dtype=np.int32))[0])
+        for block, holders in leaving.items():
+            # One that the waiting request wants is not gained: free, it would cost what it brings.
+            if block != NULL_BLOCK and holders == cache.pool.ref_count[block] and block not in wanted:
+                admissible += 1
+        if victims and len(victims) == len(batch):
+            admissible += self._watermark_blocks
+        return cache.cost(hit, request.num_tokens) <= admissible
 
     def _victims_for_lora(self, request: Request, willing: list[Request]) -> list[Request] | None:
         """All rows of one adapter, if the request lacks an adapter slot: of those that can all give way, the one whose
@@ -290,13 +304,6 @@ class Admission:
             if len(rows) == self.state.loras[adapter]:
                 return rows
         return None
-
-    def _freed_by(self, running: Request, wanted: tuple[int, ...]) -> int:
-        """Blocks that would be free to admit with if it were preempted."""
-        batch, ref_count = self.state.batch, self.state.cache.pool.ref_count
-        blocks = batch.tables_of(running.row).ravel().tolist()
-        alone: int = sum(block != NULL_BLOCK and ref_count[block] == 1 and block not in wanted for block in blocks)
-        return alone + int(self._reserved(np.array([running.row], dtype=np.int32))[0])
 
     # ---- why the others wait
 

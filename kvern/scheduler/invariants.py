@@ -77,7 +77,9 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
     held = sum(block != NULL_BLOCK for request in swapped for table in request.host_tables for block in table)
     host = state.cache.host_pool
     if host is not None:
-        assert host.num_usable - host.num_free == held, "host blocks are held by nobody, or twice"
+        assert host.num_usable - host.num_free == held + len(state.cache.host_leaving), (
+            "host blocks are held by nobody, or twice"
+        )
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     if not state.requests:
         assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"

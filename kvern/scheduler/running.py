@@ -82,37 +82,40 @@ def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
 
 
 def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
-    """Copy-on-write. Returns the rows that are still in the batch: making room for a copy may cost one its row."""
+    """Copy-on-write. Returns the rows that can go on: making room for a copy may cost one its row."""
     batch, cache = state.batch, state.cache
+    stuck = None
     for row in rows[batch.shares_tail[rows]].tolist():
         if batch.requests[row] is None:
             continue
         place = int(batch.num_computed[row]) // state.config.block_size
+        if place < batch.num_blocks[row]:  # else it goes on in a block of its own
+            while cache.num_free_blocks < len(cache.groups) and _make_room(state) != row:
+                pass
+            if batch.requests[row] is None:
+                continue
+            if cache.num_free_blocks < len(cache.groups):
+                stuck = row
+                continue
+            for g, block in enumerate(batch.block_table[:, row, place].tolist()):
+                if cache.pool.ref_count[block] > 1:
+                    batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
+                    state.copy([(block, copy)])
+            state.notices.replaced.append((row, place))
         batch.shares_tail[row] = False
-        if place >= batch.num_blocks[row]:
-            continue  # it goes on in a block of its own
-        while cache.num_free_blocks < len(cache.groups) and batch.requests[row] is not None:
-            _make_room(state)
-        if batch.requests[row] is None:
-            continue
-        tails = batch.block_table[:, row, place]
-        for g, block in enumerate(tails.tolist()):
-            if cache.pool.ref_count[block] > 1:
-                batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
-                state.copy([(block, copy)])
-        state.notices.replaced.append((row, place))
-    left = [batch.requests[row] is not None for row in rows.tolist()]
-    return rows if all(left) else rows[left]
+    goes_on = [batch.requests[row] is not None and row != stuck for row in rows.tolist()]
+    return rows if all(goes_on) else rows[goes_on]
 
 
 def _make_room(state: SchedulerState) -> int:
-    """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had."""
+    """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had. The last
+    row stays, and gets nothing in this step, while tokens for it are under way."""
     batch = state.batch
     row = _victim(state)
     request = batch.request_at(row)
     if len(batch) > 1:
         state.preempt(request)
-    else:
+    elif not batch.num_placeholders[row]:  # else the tokens under way are still to come
         # Nothing is left to take from anybody: it cannot grow, now or later.
         num_tokens = int(batch.num_tokens[row])
         has_output = num_tokens > request.num_prompt_tokens

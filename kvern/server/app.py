@@ -9,6 +9,8 @@ says 503 for FAREWELL seconds, and the exit code is 1, so that a supervisor star
 from __future__ import annotations
 
 import asyncio
+import logging
+import shlex
 import socket
 import sys
 from types import FrameType
@@ -24,7 +26,6 @@ from fastapi.responses import Response
 from kvern import __version__
 from kvern.config import EngineConfig, InvalidConfig, ServerConfig
 from kvern.engine.client import AsyncClient
-from kvern.engine.messages import EngineDeadError
 from kvern.server.errors import install_error_handlers
 from kvern.server.metrics import CONTENT_TYPE
 from kvern.server.openai.chat import ChatShape
@@ -36,8 +37,13 @@ from kvern.server.openai.tokenize import detokenize, tokenize
 from kvern.server.state import ServerState
 from kvern.server.transport import Gate, json_response, read_json
 
+logger = logging.getLogger(__name__)
+
 # Seconds a dead engine's server still answers, so that probes and clients learn of it.
 FAREWELL = 2.0
+# Seconds for the last bytes to leave: a client that does not read does not keep the server.
+_LAST_WORDS = 3
+_BACKLOG = 2048
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
@@ -109,7 +115,8 @@ def _add_own_routes(app: FastAPI, server: ServerState) -> None:
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Run until told to end; the exit code. Raises InvalidConfig before anything is loaded, if that can be said."""
+    """Run until told to end; the exit code. Raises InvalidConfig, before anything is loaded where that can be said, and
+    EngineDeadError if the engine does not start."""
     listener = _listen(config)
     try:
         return uvloop.run(_serve(engine_config, config, listener))
@@ -118,19 +125,16 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    client = await AsyncClient.start(engine_config, lambda phase, seconds: logger.info("%s: %.1f s", phase, seconds))
     try:
-        client = await AsyncClient.start(engine_config, _say_progress)
-    except EngineDeadError as exc:
-        print(f"kvern: the engine did not start: {exc}", file=sys.stderr)
-        return 1
-    app = build_app(client, config)
-    server = _Server(app, app.state.server)
-    _say_address(app.state.server, listener)
-    try:
+        app = build_app(client, config)
+        server = _Server(app, app.state.server)
+        listener.listen(_BACKLOG)  # whoever reads the next line can connect
+        _say_address(app.state.server, listener)
         await server.serve(sockets=[listener])
+        return await server.ended()
     finally:
-        await server.end()
-    return server.exit_code
+        await client.shutdown()
 
 
 class _Server(uvicorn.Server):
@@ -148,6 +152,8 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=_LAST_WORDS,
             )
         )
         self.exit_code = 0
@@ -175,10 +181,11 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(FAREWELL)
             self.should_exit = True
 
-    async def end(self) -> None:
+    async def ended(self) -> int:
+        """The exit code, when all that ends is over."""
         self._watch.cancel()
         await asyncio.gather(self._watch, *self._ending, return_exceptions=True)
-        await self._state.client.shutdown()
+        return self.exit_code
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -206,10 +213,6 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _say_progress(phase: str, seconds: float) -> None:
-    print(f"{phase}: {seconds:.1f} s", flush=True)
-
-
 def _say_address(server: ServerState, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -219,4 +222,4 @@ def _say_address(server: ServerState, listener: socket.socket) -> None:
     body = {"model": server.model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     print(f"kvern serves {server.model_name} at {url}")
     print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-          f"  -d '{msgspec.json.encode(body).decode()}'", flush=True)  # fmt: skip
+          f"  -d {shlex.quote(msgspec.json.encode(body).decode())}", flush=True)  # fmt: skip

@@ -27,7 +27,7 @@ class Metrics:
     """stats: gives the engine's state after its latest step."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        disable_created_metrics()  # series that say when a counter was made, as many as there are counters
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # one series per counter, of no use here
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         self.prompt_tokens = self._counter("kvern_prompt_tokens_total", "tokens of admitted prompts")

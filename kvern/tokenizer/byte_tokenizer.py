@@ -30,7 +30,7 @@ class ByteTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         if 0 <= token_id < self.FIRST_BYTE:
             return self.NAMES[token_id].encode()
-        if token_id < self.vocab_size:
+        if self.FIRST_BYTE <= token_id < self.vocab_size:
             return bytes((token_id - self.FIRST_BYTE,))
         return b""
 

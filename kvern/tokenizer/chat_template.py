@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -98,10 +99,9 @@ def _prepare(messages: Sequence[Mapping[str, Any]], source: str, *, wants_parts:
             raise InvalidRequest(f"{where}.content is required for the role {role}", f"{where}.content")
         text = _text_content(copy.get("content", ""), f"{where}.content")
         copy["content"] = [{"type": "text", "text": text}] if wants_parts else text
-        if copy.get("tool_calls"):
-            copy["tool_calls"] = [_with_object_arguments(c, f"{where}.tool_calls") for c in copy["tool_calls"]]
-        else:
-            copy.pop("tool_calls", None)
+        calls = copy.pop("tool_calls", None)
+        if calls:
+            copy["tool_calls"] = _with_object_arguments(calls, f"{where}.tool_calls")
         prepared.append(copy)
     return prepared
 
@@ -125,17 +125,18 @@ def _text_content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _with_object_arguments(call: Any, where: str) -> Any:
-    if not isinstance(call, Mapping):
-        raise InvalidRequest(f"{where} must hold objects", where)
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # models do write broken JSON; the history must still be renderable
-    return {**call, "function": {**function, "arguments": arguments}}
+def _with_object_arguments(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
+        raise InvalidRequest(f"{where} must be a list of objects", where)
+    found = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            # Models do write broken JSON; a history that holds some must still be rendered.
+            with suppress(ValueError, RecursionError):
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+        found.append(call)
+    return found
 
 
 def _mark_end(message: Message) -> None:
@@ -207,6 +208,6 @@ def _compile(source: str) -> jinja2.Template:
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
-        return template.render(**variables)
+        return template.render(variables)
     except Exception as exc:  # whatever a template does to odd messages must end this request only
         raise InvalidRequest(f"the chat template refused the messages: {exc}", "messages") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,14 @@ def _from_hf(folder: Path) -> Tokenizer:
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     added = backend.get_added_tokens_decoder()
     _set_bos(backend, named.get("bos_token"), bos, config.get("add_bos_token"))
-    decoder = str(backend.decoder)
+    style, strip_space = _hf_style(path, backend)
     return SubwordTokenizer(
         backend,
-        style=_hf_style(path, decoder),
+        style=style,
         added={i: token.content for i, token in added.items()},
-        special={i: token.content for i, token in added.items() if token.special},
+        special={i: t.content for i, t in added.items() if t.special or t.content in _ends(named)},
         vocab_size=max(backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1),
-        strip_space="Strip(" in decoder or "Metaspace(" in decoder,
+        strip_space=strip_space,
         bos_token_id=bos,
         eos_token_ids=hf_eos_token_ids(folder),
         special_tokens=named,
@@ -66,11 +67,16 @@ def _from_hf(folder: Path) -> Tokenizer:
     )
 
 
-def _hf_style(path: Path, decoder: str) -> Style:
-    if "ByteLevel(" in decoder:
-        return "byte-level"
-    if "\u2581" in decoder:
-        return "sentencepiece"
+def _hf_style(path: Path, backend: tokenizers.Tokenizer) -> tuple[Style, bool]:
+    """How tokens are spelled, and whether decoding drops a first space; from the decoder's steps."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    steps = {step["type"]: step for step in state.get("decoders", [state]) if "type" in step}
+    if "ByteLevel" in steps:
+        return "byte-level", False
+    if metaspace := steps.get("Metaspace"):
+        return "sentencepiece", metaspace.get("prepend_scheme", "always") != "never"
+    if steps.get("Replace", {}).get("content") == " ":
+        return "sentencepiece", "Strip" in steps
     raise ModelError(f"{path}: only byte-level BPE and SentencePiece-style tokenizers are supported")
 
 
@@ -84,7 +90,12 @@ def _set_bos(backend: tokenizers.Tokenizer, text: str | None, bos: int | None, w
 
 
 def _bos_processor(text: str, token_id: int) -> processors.TemplateProcessing:
-    return processors.TemplateProcessing(single=f"{text}:0 $A:0", special_tokens=[(text, token_id)])
+    return processors.TemplateProcessing(single=[f"{text}:0", "$A:0"], special_tokens=[(text, token_id)])
+
+
+def _ends(named: dict[str, str]) -> tuple[str, ...]:
+    # Special whatever the files mark them as. Padding is not listed: some models pad with "!".
+    return tuple(named[name] for name in ("bos_token", "eos_token") if name in named)
 
 
 def _from_gguf(file: GGUFFile) -> Tokenizer:
@@ -97,7 +108,10 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     pieces = file.strings("tokenizer.ggml.tokens")
     types = meta.get("tokenizer.ggml.token_type")
     kinds: list[int] = types.tolist() if types is not None else [1] * len(pieces)
-    special = {i: pieces[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
+    ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in _GGUF_NAMES.items()}
+    named = {name: pieces[i] for name, i in ids.items() if 0 <= i < len(pieces)}
+    ends = _ends(named)
+    special = {i: pieces[i] for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN) or pieces[i] in ends}
     added = special | {i: pieces[i] for i, kind in enumerate(kinds) if kind == _USER_DEFINED}
     pre = str(meta.get("tokenizer.ggml.pre", "default"))
     prefix_space = model == "llama" and bool(meta.get("tokenizer.ggml.add_space_prefix", True))
@@ -107,11 +121,9 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(pieces, meta["tokenizer.ggml.scores"].tolist(), prefix_space)
     backend.add_tokens([AddedToken(t, special=i in special, normalized=False) for i, t in sorted(added.items())])
 
-    named_ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_NAMES.items()}
-    named = {name: pieces[i] for name, i in named_ids.items() if i is not None and i < len(pieces)}
-    bos = named_ids["bos_token"]
+    bos: int | None = ids["bos_token"] if "bos_token" in named else None
     adds_bos = meta.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in pre_tokenizers.ADDS_BOS)
-    if bos is not None and adds_bos:
+    if adds_bos and bos is not None:
         backend.post_processor = _bos_processor(pieces[bos], bos)
     return SubwordTokenizer(
         backend,

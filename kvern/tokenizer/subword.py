@@ -71,7 +71,9 @@ class SubwordTokenizer(Tokenizer):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # encode() would keep the interpreter locked for as long as it takes, this does not.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -39,6 +39,9 @@ class Checkpoint(Protocol):
         ...
 
 
+_COMPUTED = ".rotary_emb.inv_freq"  # older checkpoints store it
+
+
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """The tensors of a model. Cheap: reads directories, no data. Raises ModelError."""
     if files.kind == "gguf":
@@ -53,7 +56,7 @@ class SafetensorsCheckpoint:
         self._files: dict[str, SafetensorsFile] = {}
         for path in _shards(folder):
             shard = SafetensorsFile(path)
-            self._files.update(dict.fromkeys(shard.tensors, shard))
+            self._files |= {name: shard for name in shard.tensors if not name.endswith(_COMPUTED)}
 
     def names(self) -> list[str]:
         return list(self._files)

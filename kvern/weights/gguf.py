@@ -89,7 +89,7 @@ class GGUFFile:
         self.tensors: dict[str, TensorEntry] = {}
         try:
             self._read_header()
-        except (struct.error, IndexError, OverflowError, UnicodeDecodeError, ValueError) as exc:
+        except (struct.error, ArithmeticError, ValueError) as exc:
             if isinstance(exc, ModelError):
                 raise
             raise ModelError(f"{path} is damaged or cut off: its header cannot be read ({exc})") from None

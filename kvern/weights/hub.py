@@ -136,9 +136,13 @@ def _local(path: Path) -> ModelFiles:
             hint = f"; name the file itself: {path / inside[0]}" if inside else ""
             raise ModelError(f"{path} is not a model folder: it has no config.json{hint}")
         return ModelFiles("hf", path, path.name)
-    with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"{path} is not a GGUF file; safetensors are given by their folder")
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+    except OSError as exc:
+        raise ModelError(f"cannot read {path}: {exc}") from None
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file; safetensors are given by their folder")
     return ModelFiles("gguf", path, path.stem)
 
 

@@ -225,6 +225,7 @@ def test_no_special_stop_token_before_min_tokens():
 
 def test_a_stop_string_that_overlaps_one_passed_over_before_min_tokens():
     assert run(BYTES, list(b"abab"), stop=["aba", "bab"], min_tokens=4) == (["", "", "a", ""], "bab", 4)
+    assert run(BYTES, list(b"ababab"), stop=["aba"], min_tokens=4) == (["", "", "ab", "", ""], "aba", 5)
 
 
 def random_pieces(rng, text):

@@ -1,5 +1,8 @@
 """Everything a request can have wrong is found before admission; what is right becomes AddRequests."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kvern.clock import VirtualClock
@@ -121,7 +124,7 @@ def test_min_tokens_must_fit():
     assert one("x" * 10, sampling=fits).sampling.min_tokens == 54
     for max_tokens in (None, 100):
         error = refused("x" * 11, sampling=SamplingParams(max_tokens=max_tokens, min_tokens=54))
-        assert error.param == "min_tokens" and "53" in str(error)
+        assert error.param == "min_tokens" and "11 tokens leaves room for 53" in str(error)
 
 
 def test_a_prompt_larger_than_the_whole_cache():
@@ -207,3 +210,20 @@ def test_labels(param):
     for bad in ("", "x" * 1025, 7, b"a"):
         error = refused("Hi", **{param: bad})
         assert error.param == param and "1024" in str(error)
+
+
+def test_a_chat_is_rendered_and_gets_no_second_bos():
+    processor = make(BosTokenizer())
+    ids = processor.tokenize_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert ids == ByteTokenizer().encode("user: Hi\nassistant: ")
+    with pytest.raises(InvalidRequest) as caught:
+        processor.tokenize_chat([{"role": "user", "content": "x" * 100}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_processors_import_no_torch():
+    code = (
+        "import sys, kvern.engine.input_processor, kvern.engine.output_processor\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvern.sampling.rng import philox4x32, uniform
+from kvern.sampling.rng import derive_seed, philox4x32, uniform
 
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -30,6 +30,12 @@ def test_uniform_is_a_function_of_seed_and_position_made_of_53_bits():
 def test_all_64_bits_of_the_seed_count_and_negative_seeds_wrap():
     assert uniform(-1, 5) == uniform(2**64 - 1, 5)
     assert len({uniform(1 << b, 0) for b in range(64)}) == 64
+
+
+def test_derived_seeds_are_64_bits_of_their_own():
+    seeds = [derive_seed(s, i) for s in (0, 1, -1) for i in range(1000)]
+    assert len(set(seeds)) == 3000 and max(seeds) >= 2**63 and min(seeds) >= 0
+    assert not {seed >> 11 for seed in seeds} & {int(uniform(s, i) * 2**53) for s in (0, 1, -1) for i in range(1000)}
 
 
 def test_uniform_is_spread_evenly_along_positions_and_along_seeds():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvern.sampling.logprobs import LOGPROB_FLOOR, token_logprobs
-from kvern.sampling.sampler import Sampler
+from kvern.sampling.penalties import TokenHistory
+from kvern.sampling.sampler import Sampler, _first_above
 from kvern.sampling.topk import top
 from kvern.sampling_params import SamplingParams
 
@@ -163,6 +164,19 @@ def test_history_grown_token_by_token_equals_history_given_at_once():
         sequence.append(int(token[0]))
 
 
+def test_history_holds_each_token_once_with_its_count():
+    rng = np.random.default_rng(2)
+    prompt = rng.integers(0, 400, 10).astype(np.int32)
+    output = rng.integers(0, 400, 1000).astype(np.int32)
+    history = TokenHistory(prompt, output[:100])
+    for token in output[100:].tolist():
+        history.extend((token,))
+    expected = dict.fromkeys(prompt.tolist(), 0)
+    for token in output.tolist():
+        expected[token] = expected.get(token, 0) + 1
+    assert dict(zip(history.ids.tolist(), history.output_counts.tolist(), strict=True)) == expected
+
+
 def test_a_row_used_again_remembers_nothing():
     sampler = Sampler(4)
     tokens = np.array([1, 1], dtype=np.int32)
@@ -237,6 +251,11 @@ def test_masked_tokens_are_never_drawn():
     logits[[5, 300, 599]] = 1.0
     counts = frequencies(logits, draws=2000)
     assert set(np.flatnonzero(counts)) == {5, 300, 599}
+
+
+def test_rounding_never_leads_to_a_token_without_weight():
+    cumulative = np.array([1.0, 3.0, 3.0])
+    assert [_first_above(cumulative, target) for target in (0.0, 1.0, 2.9, 3.0, 3.1)] == [0, 1, 1, 1, 1]
 
 
 def test_extreme_numbers_pick_the_first_and_the_last_token_with_weight(monkeypatch):

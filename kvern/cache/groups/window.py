@@ -19,13 +19,15 @@ class SlidingWindow:
 
     def first_needed(self, num_computed: IntOrArray) -> IntOrArray:
         left = num_computed - (self.window - 1)
-        return left * (left > 0) // self.block_size
+        kept: IntOrArray = left * (left > 0) // self.block_size
+        return kept
 
     def most_held(self, num_tokens: IntOrArray, chunk: int) -> IntOrArray:
         whole = -(-num_tokens // self.block_size)
         # The window and the chunk side by side, wherever they lie over the block borders.
         most = -(-(self.window - 1 + chunk) // self.block_size) + 1
-        return whole - (whole - most) * (whole > most)
+        held: IntOrArray = whole - (whole - most) * (whole > most)
+        return held
 
     def longest_hit(self, cached: list[bool], most: int) -> int:
         """A prefix of L blocks can be used if the blocks that the token after it reads are all cached."""

@@ -43,7 +43,13 @@ class CompletionShape(Shape[CompletionRequest]):
         return sum(len(prompt) for prompt in self._given if isinstance(prompt, str))
 
     def tokenize(self) -> list[list[int]]:
-        self._prompts = [self.server.client.input_processor.tokenize(prompt) for prompt in self._given]
+        for i, prompt in enumerate(self._given):
+            try:
+                self._prompts.append(self.server.client.input_processor.tokenize(prompt))
+            except InvalidRequest as exc:
+                if len(self._given) == 1:
+                    raise
+                raise InvalidRequest(f"prompt[{i}]: {exc}", exc.param, exc.code) from None
         return self._prompts
 
     def choice(self, index: int, delta: CompletionDelta) -> dict[str, Any]:

@@ -75,12 +75,13 @@ async def generate(server: ServerState, http: Request, shape_type: type[Shape[An
         request.check()
         server.check_model(request.model)
         shape = shape_type(server, request, request.sampling_params())
-        generation = await until_disconnect(http.receive, _admit(shape))
+        prompts = await _tokenize(shape, http)
+        if prompts is None:
+            return _nobody()
+        generation = await Generation.admit(server.client, server.metrics, request, prompts, shape.sampling)
     except Exception as exc:
         server.metrics.rejected.labels(str(as_api_error(exc).status)).inc()
         raise
-    if generation is None:
-        return _nobody()
     if request.stream:
         return EventStream(_events(shape, generation), generation.close)
     async with generation:
@@ -92,16 +93,15 @@ async def generate(server: ServerState, http: Request, shape_type: type[Shape[An
     return json_response(answer | {"choices": choices, "usage": generation.usage()})
 
 
-async def _admit(shape: Shape[Any]) -> Generation:
-    server, sampling = shape.server, shape.sampling
+async def _tokenize(shape: Shape[Any], http: Request) -> list[list[int]] | None:
+    """The prompts' token ids; None if the client went away meanwhile. Raises InvalidRequest."""
+    client, sampling = shape.server.client, shape.sampling
     if shape.num_prompts() * sampling.n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "n")
-    sampling.check_vocabulary(server.client.tokenizer.vocab_size)
-    if shape.text_length() > _LONG_TEXT:
-        prompts = await server.client.in_thread(shape.tokenize)
-    else:
-        prompts = shape.tokenize()
-    return await Generation.admit(server.client, server.metrics, shape.request, prompts, sampling)
+    sampling.check_vocabulary(client.tokenizer.vocab_size)
+    if shape.text_length() <= _LONG_TEXT:
+        return shape.tokenize()
+    return await until_disconnect(http.receive, client.in_thread(shape.tokenize))
 
 
 async def _events(shape: Shape[Any], generation: Generation) -> AsyncGenerator[bytes, None]:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvern.sampling_params import InvalidRequest, SamplingParams
 
-MAX_SALT = 1024
+MAX_NAME_LENGTH = 1024  # characters of `user` and `cache_salt`
 
 _Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -110,8 +110,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 raise InvalidRequest(f"{name} is not supported", name, "unsupported_parameter")
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:
-            raise InvalidRequest(f"cache_salt must have between 1 and {MAX_SALT} characters", "cache_salt")
+        if len(self.user or "") > MAX_NAME_LENGTH:
+            raise InvalidRequest(f"user must have at most {MAX_NAME_LENGTH} characters", "user")
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_NAME_LENGTH:
+            raise InvalidRequest(f"cache_salt must have between 1 and {MAX_NAME_LENGTH} characters", "cache_salt")
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest, naming the field as the client wrote it."""
