@@ -142,6 +142,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     preemption: str = "recompute"
     max_preemptions: Annotated[int, Meta(ge=1)] = 10_000
     host_blocks: Annotated[int, Meta(ge=0)] = 0
+    encoder_budget: Annotated[int, Meta(ge=0)] = 0  # image embeddings computed in one step
+    encoder_cache_size: Annotated[int, Meta(ge=0)] = 0  # image embeddings kept
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True

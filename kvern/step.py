@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvern.request import Request, RequestStatus
+from kvern.request import ImageSpan, Request, RequestStatus
 from kvern.sampling_params import SamplingParams
 
 Int32 = NDArray[np.int32]
@@ -40,6 +40,7 @@ class NewRequest(NamedTuple):
     tables: list[list[int]]  # its block table in each group, blocks of this step included
     num_computed_tokens: int  # before this step: cached, or kept
     lora: str | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 class NewBlocks(NamedTuple):
@@ -72,6 +73,8 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: NewBlocks = _NO_BLOCKS
+    encoder_inputs: list[tuple[str, str]] = field(default_factory=list)  # (request id, image id) to encode first
+    freed_encoder_ids: list[str] = field(default_factory=list)  # image ids whose embeddings may be dropped
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> drafts at the end of its num_new
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)

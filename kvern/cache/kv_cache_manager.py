@@ -281,4 +281,4 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
         root = b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)
-        extend_hashes(request.block_hashes, root, token_ids, num_tokens, self.block_size)
+        extend_hashes(request.block_hashes, root, token_ids, num_tokens, self.block_size, request.images)

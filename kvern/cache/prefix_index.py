@@ -3,7 +3,7 @@
 Hashes are chained, so that equal hashes mean equal prefixes, not only equal blocks:
 
     root       = sha256(version, cache salt, adapter)     one per name space
-    hash of i  = sha256(hash of i - 1, token ids of block i)
+    hash of i  = sha256(hash of i - 1, token ids of block i, images in block i)
 
 SHA-256 is collision-resistant (a forged prefix cannot read another user's cache) and equal in every process and on
 every machine; token ids enter as little-endian int32.
@@ -11,11 +11,14 @@ every machine; token ids enter as little-endian int32.
 
 from __future__ import annotations
 
+import struct
 import sys
 from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvern.request import ImageSpan
 
 _VERSION = b"kvern prefix 1"
 
@@ -32,10 +35,15 @@ def root_hash(cache_salt: str | None, lora: str | None = None) -> bytes:
 
 
 def extend_hashes(
-    hashes: list[bytes], root: bytes, token_ids: NDArray[np.int32], num_tokens: int, block_size: int
+    hashes: list[bytes],
+    root: bytes,
+    token_ids: NDArray[np.int32],
+    num_tokens: int,
+    block_size: int,
+    images: tuple[ImageSpan, ...] = (),
 ) -> None:
     """Append to `hashes` (of the first blocks of token_ids, in order) those of the further full blocks among the
-    first `num_tokens` tokens."""
+    first `num_tokens` tokens. What images put into a block is part of its hash."""
     first, end = len(hashes), num_tokens // block_size
     if first >= end:
         return
@@ -45,8 +53,21 @@ def extend_hashes(
     data, width = tokens.tobytes(), 4 * block_size
     parent = hashes[-1] if hashes else root
     for offset in range(0, len(data), width):
-        parent = sha256(parent + data[offset : offset + width]).digest()
+        content = data[offset : offset + width]
+        if images:
+            content += _image_key(images, (first + offset // width) * block_size, block_size)
+        parent = sha256(parent + content).digest()
         hashes.append(parent)
+
+
+def _image_key(images: tuple[ImageSpan, ...], start: int, size: int) -> bytes:
+    """Which images, and which parts of them, lie in the tokens start .. start + size - 1."""
+    parts = []
+    for image in images:
+        if image.offset < start + size and image.offset + image.length > start:
+            text = image.id.encode("utf-8", "surrogatepass")
+            parts.append(struct.pack("<qqq", image.offset - start, image.length, len(text)) + text)
+    return b"".join(parts)
 
 
 class PrefixIndex:

@@ -125,6 +125,8 @@ class Admission:
         whole = not (state.config.enable_chunked_prefill or request.resumed)
         if whole and request.num_tokens - hit.num_tokens > state.budget.remaining:
             return BlockedBy.TOKEN_BUDGET
+        if request.images and not state.encoder.cut(request.images, hit.num_tokens, self._num_new(request, hit)):
+            return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
         if reason is not None:
             if not state.policy.preempts or not self._preempt_for(request, hit):
@@ -170,11 +172,10 @@ class Admission:
 
     def _admit(self, request: Request, hit: CacheHit, now: float) -> None:
         state = self.state
-        num_new = min(request.num_tokens - hit.num_tokens, state.budget.remaining)
-        if state.chunk_limit():
-            num_new = min(num_new, state.chunk_limit())
-        if state.policy.caps:
-            num_new = state.policy.cap_tokens(request.info, num_new)
+        num_new = self._num_new(request, hit)
+        if request.images:
+            num_new = state.encoder.cut(request.images, hit.num_tokens, num_new)
+            state.encoder.take(request.id, request.images, hit.num_tokens, num_new)
         self._count_hit(request, hit)
         tables, copies = state.cache.take(request, hit, hit.num_tokens + num_new)
         state.copy(copies)
@@ -182,6 +183,16 @@ class Admission:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         self._start(request, tables, hit.num_tokens, num_new, hit.num_blocks)
+
+    def _num_new(self, request: Request, hit: CacheHit) -> int:
+        """How many tokens it would compute in this step."""
+        state = self.state
+        num_new = min(request.num_tokens - hit.num_tokens, state.budget.remaining)
+        if state.chunk_limit():
+            num_new = min(num_new, state.chunk_limit())
+        if state.policy.caps:
+            num_new = state.policy.cap_tokens(request.info, num_new)
+        return num_new
 
     def _start(
         self, request: Request, tables: list[list[int]], num_computed: int, num_new: int, num_published: int

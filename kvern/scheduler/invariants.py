@@ -81,5 +81,6 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
             "host blocks are held by nobody, or twice"
         )
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
+    state.encoder.check()
     if not state.requests:
         assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"

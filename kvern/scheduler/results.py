@@ -22,6 +22,9 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
+    for row in output.rows[live & state.batch.special[output.rows]].tolist():
+        request, i = state.batch.request_at(row), int(np.flatnonzero(output.rows == row)[0])
+        state.encoder.release(request.id, request.images, int(output.num_computed[i] + output.num_new[i]))
     chosen = np.flatnonzero(live & sampled)
     if len(chosen) == len(output.rows):
         ids, rows, tokens, counts = output.request_ids, output.rows, result.token_ids, result.count.copy()

@@ -2,8 +2,9 @@
 
 1. blocks that no token will read again (left of a sliding window) are given back
 2. a row about to write into a block that a fork shares gets a copy of its own
-3. all rows are served at once as far as the free blocks reach; at the first row they do not reach, somebody leaves
-   the batch, and the rest is tried again
+3. rows with images are served one by one, since an image is computed whole or not at all; all others are served at
+   once as far as the free blocks reach; at the first row they do not reach, somebody leaves the batch, and the rest
+   is tried again
 """
 
 from __future__ import annotations
@@ -24,22 +25,28 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     pending = _own_tails(state, pending)
     ordered = not state.policy.dynamic
     while len(pending):
-        wanted = _wanted(state, pending)
+        now = _together(state, pending)
+        wanted = _wanted(state, now)
         grant = state.budget.cut(wanted)
-        need = (batch.num_computed[pending] + (grant + (size - 1))) // size - batch.num_blocks[pending]
+        if batch.special[now[0]]:
+            grant = _cut_before_image(state, int(now[0]), grant)
+        need = (batch.num_computed[now] + (grant + (size - 1))) // size - batch.num_blocks[now]
         np.maximum(need, 0, out=need)
         ends = np.cumsum(need)
-        served = len(pending)
+        served = len(now)
         if ends[-1] * num_groups > cache.num_free_blocks:
             served = int(np.searchsorted(ends, cache.num_free_blocks // num_groups, side="right"))
-        if not ordered and (served < len(pending) or grant is not wanted):
+        if not ordered and (served < len(now) or grant is not wanted):
             # Not everybody gets what they want: now the order matters, and it has to be fresh.
             ordered = True
             state.reorder()
             pending = batch.order[np.isin(batch.order, pending)]
             continue
         if served:
-            rows, grant = pending[:served], grant[:served]
+            rows, grant = now[:served], grant[:served]
+            if batch.special[rows[0]]:
+                request = batch.request_at(int(rows[0]))
+                state.encoder.take(request.id, request.images, int(batch.num_computed[rows[0]]), int(grant[0]))
             state.budget.take(rows, grant)
             batch.num_computed[rows] += grant
             if ends[served - 1]:
@@ -47,9 +54,20 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
                 blocks = cache.allocate(int(ends[served - 1]) * num_groups)
                 batch.append_blocks(rows[grows], need[grows], np.array(blocks, dtype=np.int32).reshape(num_groups, -1))
         pending = pending[served:]
-        if len(pending):
+        if served < len(now):
             pending = pending[pending != _make_room(state)]
     return len(state.notices.preempted_rows) > preempted_before
+
+
+def _together(state: SchedulerState, pending: Int32) -> Int32:
+    """The rows, from the first on, that can be served in one go."""
+    special = np.flatnonzero(state.batch.special[pending])
+    return pending if not len(special) else pending[: max(int(special[0]), 1)]
+
+
+def _cut_before_image(state: SchedulerState, row: int, grant: Int32) -> Int32:
+    images, start = state.batch.request_at(row).images, int(state.batch.num_computed[row])
+    return np.array([state.encoder.cut(images, start, int(grant[0]))], dtype=np.int32)
 
 
 def _wanted(state: SchedulerState, rows: Int32) -> Int32:

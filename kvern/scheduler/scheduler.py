@@ -146,6 +146,8 @@ class Scheduler:
             total_num_scheduled_tokens=config.max_num_batched_tokens - state.budget.remaining,
             new_requests=[self._new_request(row) for row in told.entered],
             new_blocks=self._new_blocks(kept, blocks_before),
+            encoder_inputs=state.encoder.computed(),
+            freed_encoder_ids=state.encoder.evicted(),
             blocks_to_copy=told.copies,
             blocks_to_swap_out=told.swap_out,
             blocks_to_swap_in=told.swap_in,
@@ -179,11 +181,13 @@ class Scheduler:
             tables=batch.tables_of(row).tolist(),
             num_computed_tokens=int(batch.num_computed[row] - self.state.budget.by_row[row]),
             lora=request.lora,
+            images=request.images,
         )
 
     def _new_blocks(self, rows: Int32, before: Int32) -> NewBlocks:
         grown = self.state.batch.num_blocks[rows] - before
-        replaced = [(row, place) for row, place in self.state.notices.replaced if row in rows]
+        told = self.state.notices
+        replaced = [(row, place) for row, place in told.replaced if row not in told.entered]
         if not replaced and not grown.any():
             return NewBlocks.none()
         owners = np.repeat(rows, grown)

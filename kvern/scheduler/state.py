@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvern.cache.encoder_cache import EncoderCacheManager
 from kvern.cache.kv_cache_manager import KVCacheManager
 from kvern.config import SchedulerConfig
 from kvern.request import Request, RequestStatus
@@ -77,6 +78,7 @@ class SchedulerState:
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
+        self.encoder = EncoderCacheManager(config.encoder_budget, config.encoder_cache_size)
         self.waiting = WaitingQueue(self._rank)
         self.swapped = WaitingQueue(self._rank)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
@@ -92,6 +94,7 @@ class SchedulerState:
 
     def begin_step(self, now: float) -> None:
         self.budget.reset()
+        self.encoder.begin_step()
         if self.policy.begin_step(now):
             self.reorder()  # the last step was planned without the policy
 
@@ -208,11 +211,11 @@ class SchedulerState:
         """Out of the batch or the queue, blocks given back."""
         if request.row >= 0:
             tables = self.batch.tables_of(request.row).copy()
+            self.encoder.give_back(request.id, request.images)
             if self.notices.copies:  # what was to be copied for it must not land in blocks that are others' now
                 mine = tables.ravel().tolist()
                 self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
-            if request.row in self.notices.entered:
-                self.notices.entered.remove(request.row)
+            self._tell_nothing_more_of(request.row)
             self.batch.remove([request.row])
             self.cache.free(tables)
             if request.lora is not None:
@@ -226,6 +229,12 @@ class SchedulerState:
             self.swapped.remove(request)
             self.cache.free_host(request.host_tables)
             request.host_tables = []
+
+    def _tell_nothing_more_of(self, row: int) -> None:
+        told = self.notices
+        told.replaced = [(r, place) for r, place in told.replaced if r != row]
+        if row in told.entered:
+            told.entered.remove(row)
 
     def fork(self, parent: Request, child: Request) -> None:
         """`child` goes on from where `parent` is, with its tokens; every block is shared until one of them writes to
@@ -277,6 +286,11 @@ class SchedulerState:
                 f"the prompt has {request.num_prompt_tokens} tokens and chunked prefill is off: "
                 f"at most max_num_batched_tokens = {config.max_num_batched_tokens} fit into a step"
             )
+        error = self.encoder.never_fits(request.images)
+        if error is not None:
+            return error
+        if any(image.length > config.max_num_batched_tokens for image in request.images):
+            return f"an image is longer than a step: max_num_batched_tokens is {config.max_num_batched_tokens}"
         if self.cache.most_held(request.num_tokens) > self.cache.num_usable_blocks:
             return self.pool_too_small(request.num_tokens)
         return None

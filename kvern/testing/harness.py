@@ -17,7 +17,7 @@ from typing import Any
 
 from kvern.clock import VirtualClock
 from kvern.config import SchedulerConfig
-from kvern.request import Request, RequestStatus
+from kvern.request import ImageSpan, Request, RequestStatus
 from kvern.sampling_params import SamplingParams
 from kvern.scheduler.scheduler import Scheduler
 from kvern.scheduler.view import RequestView
@@ -56,6 +56,8 @@ class SchedulerHarness:
         async_scheduling: bool = False,
         eos_token_id: int | None = None,
         max_loras: int = 0,
+        encoder_budget: int = 0,
+        encoder_cache_size: int = 0,
         sliding_window: int | None = None,
         kv_groups: Sequence[str] = ("full",),
     ) -> None:
@@ -81,6 +83,8 @@ class SchedulerHarness:
             delay_factor=delay_factor,
             max_preemptions=max_preemptions,
             max_loras=max_loras,
+            encoder_budget=encoder_budget,
+            encoder_cache_size=encoder_cache_size,
             kv_groups=tuple(kv_groups),
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
@@ -108,6 +112,7 @@ class SchedulerHarness:
         at: float = 0.0,
         *,
         lora: str | None = None,
+        images: Sequence[dict[str, Any]] = (),
         grammar: str | None = None,
         fork_of: str | None = None,
         ttft_target: float | None = None,
@@ -115,8 +120,9 @@ class SchedulerHarness:
     ) -> str:
         """Let a request arrive at time `at`. Returns its id.
 
-        prompt: token ids, or how many tokens of its own. grammar="pending": it waits for grammar_ready(). fork_of: a
-        request with the same prompt, which is then computed once."""
+        prompt: token ids, or how many tokens of its own. images: [{"offset", "length", "id"}], in order of offset.
+        grammar="pending": it waits for grammar_ready(). fork_of: a request with the same prompt, which is then computed
+        once."""
         if grammar not in (None, "pending"):
             raise ValueError(f'grammar must be None or "pending", got {grammar!r}')
         if request_id is None:
@@ -134,6 +140,7 @@ class SchedulerHarness:
             tenant=tenant,
             cache_salt=cache_salt,
             lora=lora,
+            images=tuple(ImageSpan(image["offset"], image["length"], image["id"]) for image in images),
             fork_of=fork_of,
             status=RequestStatus.WAITING if grammar is None else RequestStatus.WAITING_FOR_GRAMMAR,
             ttft_target=ttft_target,

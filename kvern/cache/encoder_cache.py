@@ -1,0 +1,124 @@
+"""Where image embeddings live between the step that computes them and the steps that read them.
+
+Counted in embeddings, on two accounts: `budget`, how many may be computed in one step, and `capacity`, how many the
+cache holds. Entries are known by content, so requests with the same image share one. A request refers to an entry from
+the step that schedules its tokens until those tokens are in the KV cache. Entries that nobody refers to stay until room
+is needed, and then go oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvern.request import ImageSpan
+
+
+class EncoderCacheManager:
+    def __init__(self, budget: int, capacity: int) -> None:
+        self.budget = budget
+        self.capacity = capacity
+        self.remaining = budget  # of this step
+        self._sizes: dict[str, int] = {}  # image id -> embeddings, of every entry
+        self._readers: dict[str, dict[str, None]] = {}  # image id -> ids of requests that refer to it, in order
+        self._unread: dict[str, None] = {}  # entries without readers, oldest first
+        self._used = 0
+        self._computed: dict[str, str] = {}  # image id -> request id, to be computed in this step
+        self._evicted: list[str] = []  # not told yet
+
+    def begin_step(self) -> None:
+        self.remaining = self.budget
+        self._computed.clear()
+
+    def never_fits(self, images: Iterable[ImageSpan]) -> str | None:
+        """Why one of the images could never be computed, or None."""
+        for image in images:
+            for limit, name in ((self.budget, "encoder_budget"), (self.capacity, "encoder_cache_size")):
+                if image.length > limit:
+                    return f"an image has {image.length} embeddings, {name} is {limit}"
+        return None
+
+    def cut(self, images: Iterable[ImageSpan], start: int, num_tokens: int) -> int:
+        """How many of the tokens start .. start + num_tokens - 1 can be computed in this step: up to the first image
+        that does not lie in them whole, or that cannot be computed. 0 is a possible answer. Changes nothing."""
+        end, budget = start + num_tokens, self.remaining
+        room = self.capacity - self._used + sum(self._sizes[entry] for entry in self._unread)
+        for image in images:
+            if image.offset + image.length <= start:
+                continue
+            if image.offset >= end:
+                break
+            fits = image.offset + image.length <= end
+            if fits and image.id in self._sizes:
+                room -= image.length if image.id in self._unread else 0
+            elif fits:
+                budget, room = budget - image.length, room - image.length
+                fits = budget >= 0 and room >= 0
+            if not fits:
+                return max(image.offset - start, 0)
+        return num_tokens
+
+    def take(self, request_id: str, images: Iterable[ImageSpan], start: int, num_tokens: int) -> None:
+        """The request computes these tokens, which cut() has allowed: refer to their images, and have those computed
+        that are not there."""
+        for image in images:
+            if image.offset + image.length <= start or image.offset >= start + num_tokens:
+                continue
+            if image.id not in self._sizes:
+                self._make_room(image.length)
+                self._sizes[image.id] = image.length
+                self._used += image.length
+                self.remaining -= image.length
+                self._computed[image.id] = request_id
+            self._unread.pop(image.id, None)
+            self._readers.setdefault(image.id, {})[request_id] = None
+
+    def _make_room(self, size: int) -> None:
+        while self._used + size > self.capacity:
+            oldest = next(iter(self._unread))
+            self._remove(oldest)
+            self._evicted.append(oldest)
+
+    def _remove(self, image_id: str) -> None:
+        self._used -= self._sizes.pop(image_id)
+        self._unread.pop(image_id, None)
+        self._readers.pop(image_id, None)
+
+    def release(self, request_id: str, images: Iterable[ImageSpan], num_computed: int) -> None:
+        """Tokens before `num_computed` are in the KV cache: images that end there need not be read again."""
+        for image in images:
+            if image.offset + image.length <= num_computed:
+                self._let_go(request_id, image.id)
+
+    def give_back(self, request_id: str, images: Iterable[ImageSpan]) -> None:
+        """The request leaves the batch. What would have been computed in this step for it alone is not, and its budget
+        is free again."""
+        for image in images:
+            self._let_go(request_id, image.id)
+            if image.id in self._computed and image.id in self._unread:
+                self.remaining += self._sizes[image.id]
+                del self._computed[image.id]
+                self._remove(image.id)
+
+    def _let_go(self, request_id: str, image_id: str) -> None:
+        readers = self._readers.get(image_id)
+        if readers is not None and request_id in readers:
+            del readers[request_id]
+            if not readers:
+                del self._readers[image_id]
+                self._unread[image_id] = None
+
+    def computed(self) -> list[tuple[str, str]]:
+        """(request id, image id) to be computed in this step."""
+        return [(request_id, image_id) for image_id, request_id in self._computed.items()]
+
+    def evicted(self) -> list[str]:
+        """Ids of entries that are gone since the last call."""
+        told, self._evicted = self._evicted, []
+        return told
+
+    def check(self) -> None:
+        """Raise AssertionError if the accounts do not add up."""
+        assert self._used == sum(self._sizes.values()) <= self.capacity, "encoder cache: used is not what is there"
+        for image_id in self._sizes:
+            read = bool(self._readers.get(image_id))
+            assert read != (image_id in self._unread), f"encoder cache: {image_id} is both read and unread, or neither"
