@@ -61,6 +61,8 @@ Prompt = str | list[int]
 Progress = Callable[[str, float], None]
 T = TypeVar("T")
 
+_STALL_SECONDS = 120.0  # more than a step of a large model takes on a slow machine
+_GIVE_UP_FACTOR = 5  # requests wait so many stall timeouts for an engine that may only be slow
 _TERMINATE_SECONDS = 5.0  # for a told engine to end by itself before it is killed
 _LAST_WORDS_SECONDS = 0.2  # for what a process sent before it ended to be read
 _TOKENIZER_THREADS = 2
@@ -234,7 +236,6 @@ class AsyncClient:
         self._shutting_down = False
         self._heard = time.monotonic()  # last message from the engine
         self._asked: float | None = None  # since when it owes us one
-        self._stalled = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -243,7 +244,7 @@ class AsyncClient:
         engine_config: EngineConfig,
         on_progress: Progress | None = None,
         *,
-        stall_timeout: float = 60.0,
+        stall_timeout: float = _STALL_SECONDS,
     ) -> AsyncClient:
         """Start the engine process and wait until it is ready; the tokenizer is read meanwhile, here.
 
@@ -348,7 +349,8 @@ class AsyncClient:
 
     def health(self) -> Health:
         """Whether the engine makes progress: not when it is gone, or shutting down, or has been silent for
-        `stall_timeout` seconds although a request or a call waited for it. An idle engine is asked now and then."""
+        `stall_timeout` seconds although a request or a call waited for it. An idle engine is asked now and then.
+        Meanwhile nothing new is admitted; after five times as long the streams that wait end with EngineDeadError."""
         if self._death is not None:
             return Health(False, self._death)
         if self._shutting_down:
@@ -405,7 +407,6 @@ class AsyncClient:
                 message = await self._transport.receive()
                 self._heard = time.monotonic()
                 self._asked = self._heard if self._streams or self._calls else None
-                self._stalled = False
                 self._handle(message)
                 # A socket that is always readable never yields by itself, and there are streams to be written.
                 await asyncio.sleep(0)
@@ -472,21 +473,29 @@ class AsyncClient:
         self._gone.set()
 
     async def _watch_stall(self) -> None:
-        """Ask an engine that was silent for long, and give up requests of one that does not answer. The engine itself
-        is left alone: a machine that was only slow goes on with what comes next."""
+        """Ask an engine that was silent for long, and give up the requests of one that never answers. The engine
+        itself is left alone: should it go on after all, it takes the aborts and serves what comes next."""
+        period = self._stall_timeout / 8
         while self._death is None:
-            await asyncio.sleep(self._stall_timeout / 8)
+            slept = time.monotonic()
+            await asyncio.sleep(period)
             now = time.monotonic()
-            if self._asked is None and now - self._heard > self._stall_timeout / 2:
+            if now - slept > 2 * period and self._asked is not None:
+                self._asked = now  # this process stood still, and perhaps all of them did
+            elif self._asked is None and now - self._heard > self._stall_timeout / 2:
                 self._transport.send(Control(call_id=next(self._call_ids), name="ping"))
                 self._asked = now
-            elif self._asked is not None and now - self._asked > self._stall_timeout and not self._stalled:
-                self._stalled = True
-                reason = self.health().reason
-                logger.error("%s; giving up %d requests", reason, len(self._streams))
-                self._abort_children(list(self._children))
-                for stream in self._streams.values():
-                    stream._fail(EngineDeadError(reason))
+            elif self._asked is not None and now - self._asked > self._stall_timeout * _GIVE_UP_FACTOR:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        waiting = [stream for stream in self._streams.values() if stream._error is None]
+        if waiting:
+            reason = self.health().reason
+            logger.error("%s; giving up %d requests", reason, len(waiting))
+            self._abort_children(list(self._children))
+            for stream in waiting:
+                stream._fail(EngineDeadError(reason))
 
     def _die(self, reason: str) -> None:
         """The engine is gone: nothing waits for it any more. Only the first reason counts."""

@@ -342,7 +342,7 @@ def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None
         assert after[0] - before[0] <= 0.03 and after[1] - before[1] <= 0.03
         started = time.monotonic()
         await anext(await client.generate(ids("wake up"), greedy(1), request_id="wake"))
-        assert time.monotonic() - started < 0.25
+        assert time.monotonic() - started < 0.5
 
     run(go())
 
@@ -393,9 +393,11 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
         await anext(stream)
         os.kill(client.engine_pid, signal.SIGSTOP)
         try:
+            reading = asyncio.create_task(collect(stream))
+            await until(lambda: not client.health().ok, 0.4)
+            assert not reading.done()  # it may only be slow
             with pytest.raises(EngineDeadError, match="no step"):
-                await asyncio.wait_for(collect(stream), 3)
-            assert not client.health().ok
+                await asyncio.wait_for(reading, 3)
             with pytest.raises(EngineDeadError, match="no step"):
                 await client.generate(ids("later"), greedy(4), request_id="later")
         finally:
@@ -406,7 +408,7 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
         found = await collect(await client.generate(ids("thawed"), greedy(4), request_id="thawed"))
         assert found.tokens[0] == reference_tokens(ids("thawed"), 4)
 
-    with_client(run, test, stall_timeout=0.6)
+    with_client(run, test, stall_timeout=0.2)
 
 
 def test_an_engine_that_freezes_while_idle_is_noticed(run: Run) -> None:
@@ -421,6 +423,19 @@ def test_an_engine_that_freezes_while_idle_is_noticed(run: Run) -> None:
         assert client.health().ok  # idle is not stalled
 
     with_client(run, test, stall_timeout=0.4)
+
+
+def test_a_pause_of_the_whole_machine_is_nobodys_fault(run: Run) -> None:
+    async def test(client: AsyncClient) -> None:
+        stream = await client.generate(ids("paused"), greedy(2000), request_id="paused")
+        await anext(stream)
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        await asyncio.sleep(0.1)
+        os.kill(client.engine_pid, signal.SIGCONT)
+        assert (await collect(stream)).ends == {0: "length"}
+
+    with_client(run, test, stall_timeout=0.2)
 
 
 @pytest.mark.parametrize(("patience", "end"), [(20.0, "length"), (0.0, "abort")])
