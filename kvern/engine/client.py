@@ -320,7 +320,10 @@ class AsyncClient:
         return stream
 
     async def in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run `function`, which may take long, beside the event loop: for tokenization and chat templates."""
+        """Run `function`, which may take long, beside the event loop: for tokenization and chat templates. Raises
+        what it raises, and EngineDeadError when the engine is gone."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(function, *args, **kwargs)
         )
@@ -406,8 +409,8 @@ class AsyncClient:
             while True:
                 message = await self._transport.receive()
                 self._heard = time.monotonic()
-                self._asked = self._heard if self._streams or self._calls else None
                 self._handle(message)
+                self._asked = self._heard if self._streams or self._calls else None
                 # A socket that is always readable never yields by itself, and there are streams to be written.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
