@@ -77,9 +77,7 @@ def test_tiny_pool_with_preemption(policy: str, caching: bool, ahead: bool) -> N
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 def test_forced_preemption(policy: str, caching: bool) -> None:
     """B044, B049: one step in three preempts somebody at random."""
-    h = SchedulerHarness(
-        max_num_seqs=4, policy=policy, enable_prefix_caching=caching, preempt_probability=0.3, seed=5
-    )
+    h = SchedulerHarness(max_num_seqs=4, policy=policy, enable_prefix_caching=caching, preempt_probability=0.3, seed=5)
     check(h, prompts(16), max_tokens=20)
     assert h.scheduler.stats.preemptions >= 10
 
