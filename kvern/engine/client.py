@@ -79,7 +79,7 @@ class EngineTransport:
 
     def __init__(self, socket: zmq.asyncio.Socket, folder: str, process: asyncio.subprocess.Process) -> None:
         self._socket = socket
-        self._folder = folder
+        self._folder: str | None = folder  # of the socket's name
         self.process = process
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -111,7 +111,10 @@ class EngineTransport:
             self._socket.send(self._encoder.encode(message))
 
     async def receive(self) -> FromEngine:
-        message: FromEngine = self._decoder.decode(await self._socket.recv())
+        data = await self._socket.recv()
+        # The engine is connected, so the name has served. Gone now, it is not left behind however we end.
+        self._remove_folder()
+        message: FromEngine = self._decoder.decode(data)
         return message
 
     async def wait_exit(self) -> int:
@@ -124,7 +127,12 @@ class EngineTransport:
                 self.process.kill()
             await self.process.wait()
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class RequestStream:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -331,6 +332,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None:
     """B122."""
 
@@ -352,13 +354,15 @@ def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None
 
 def with_client(run: Run, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        client = await AsyncClient.start(CONFIG, **options)
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", folder)
+            client = await AsyncClient.start(CONFIG, **options)
+            assert os.listdir(folder) == []  # nothing to be left behind, however this ends
         try:
             await test(client)
         finally:
             await client.shutdown()
         assert not is_alive(client.engine_pid)
-        assert not Path(client._transport._folder).exists()
 
     run(go())
 
@@ -411,6 +415,7 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
     with_client(run, test, stall_timeout=0.2)
 
 
+@pytest.mark.slow
 def test_an_engine_that_freezes_while_idle_is_noticed(run: Run) -> None:
     async def test(client: AsyncClient) -> None:
         await collect(await client.generate(ids("before"), greedy(3), request_id="before"))
@@ -427,6 +432,7 @@ def test_an_engine_that_freezes_while_idle_is_noticed(run: Run) -> None:
     with_client(run, test, stall_timeout=0.2)
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_whole_machine_is_nobodys_fault(run: Run) -> None:
     async def test(client: AsyncClient) -> None:
         stream = await client.generate(ids("paused"), greedy(2000), request_id="paused")
