@@ -324,13 +324,13 @@ def delta(text: str, finish_reason: str | None = None, error: str | None = None,
     )
 
 
-def call(client: FakeClient, **fields: Any) -> httpx.Response:
+def call(client: FakeClient, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
     app = build_app(client, ServerConfig())  # type: ignore[arg-type]
 
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            response = await http.post("/v1/completions", json={"prompt": "a"} | fields)
+            response = await http.post(path, json={"prompt": "a"} | fields)
             response.extensions["metrics"] = (await http.get("/metrics")).text
             return response
 
@@ -406,6 +406,11 @@ def test_deltas_that_say_nothing_make_no_chunk():
     client = FakeClient([delta(""), delta("x"), delta(""), delta("", "stop")])
     chunks = call(client, stream=True).text.split("\n\n")
     assert [json.loads(c[6:])["choices"][0]["text"] for c in chunks[:-2]] == ["x", ""]
+    client = FakeClient([delta(""), delta("x"), delta(""), delta("", "stop")])
+    messages = [{"role": "user", "content": "a"}]
+    chunks = call(client, "/v1/chat/completions", messages=messages, stream=True).text.split("\n\n")
+    deltas = [json.loads(c[6:])["choices"][0]["delta"] for c in chunks[:-2]]
+    assert deltas == [{"role": "assistant", "content": "", "refusal": None}, {"content": "x"}, {}]
 
 
 # The documents -------------------------------------------------------------------------------------------------------

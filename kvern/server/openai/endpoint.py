@@ -98,7 +98,7 @@ async def _tokenize(shape: Shape[Any], http: Request) -> list[list[int]] | None:
     client, sampling = shape.server.client, shape.sampling
     if shape.num_prompts() * sampling.n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "n")
-    sampling.check_vocabulary(client.tokenizer.vocab_size)
+    sampling.check_vocabulary(client.input_processor.vocab_size)
     if shape.text_length() <= _LONG_TEXT:
         return shape.tokenize()
     return await until_disconnect(http.receive, client.in_thread(shape.tokenize))
