@@ -61,6 +61,8 @@ Prompt = str | list[int]
 Progress = Callable[[str, float], None]
 T = TypeVar("T")
 
+_STALL_SECONDS = 120.0  # more than a step of a large model takes on a slow machine
+_GIVE_UP_FACTOR = 5  # requests wait so many stall timeouts for an engine that may only be slow
 _TERMINATE_SECONDS = 5.0  # for a told engine to end by itself before it is killed
 _LAST_WORDS_SECONDS = 0.2  # for what a process sent before it ended to be read
 _TOKENIZER_THREADS = 2
@@ -77,7 +79,7 @@ class EngineTransport:
 
     def __init__(self, socket: zmq.asyncio.Socket, folder: str, process: asyncio.subprocess.Process) -> None:
         self._socket = socket
-        self._folder = folder
+        self._folder: str | None = folder  # of the socket's name
         self.process = process
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -109,7 +111,10 @@ class EngineTransport:
             self._socket.send(self._encoder.encode(message))
 
     async def receive(self) -> FromEngine:
-        message: FromEngine = self._decoder.decode(await self._socket.recv())
+        data = await self._socket.recv()
+        # The engine is connected, so the name has served. Gone now, it is not left behind however we end.
+        self._remove_folder()
+        message: FromEngine = self._decoder.decode(data)
         return message
 
     async def wait_exit(self) -> int:
@@ -122,7 +127,12 @@ class EngineTransport:
                 self.process.kill()
             await self.process.wait()
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class RequestStream:
@@ -234,7 +244,6 @@ class AsyncClient:
         self._shutting_down = False
         self._heard = time.monotonic()  # last message from the engine
         self._asked: float | None = None  # since when it owes us one
-        self._stalled = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -243,7 +252,7 @@ class AsyncClient:
         engine_config: EngineConfig,
         on_progress: Progress | None = None,
         *,
-        stall_timeout: float = 60.0,
+        stall_timeout: float = _STALL_SECONDS,
     ) -> AsyncClient:
         """Start the engine process and wait until it is ready; the tokenizer is read meanwhile, here.
 
@@ -319,7 +328,10 @@ class AsyncClient:
         return stream
 
     async def in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run `function`, which may take long, beside the event loop: for tokenization and chat templates."""
+        """Run `function`, which may take long, beside the event loop: for tokenization and chat templates. Raises
+        what it raises, and EngineDeadError when the engine is gone."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, functools.partial(function, *args, **kwargs)
         )
@@ -348,7 +360,8 @@ class AsyncClient:
 
     def health(self) -> Health:
         """Whether the engine makes progress: not when it is gone, or shutting down, or has been silent for
-        `stall_timeout` seconds although a request or a call waited for it. An idle engine is asked now and then."""
+        `stall_timeout` seconds although a request or a call waited for it. An idle engine is asked now and then.
+        Meanwhile nothing new is admitted; after five times as long the streams that wait end with EngineDeadError."""
         if self._death is not None:
             return Health(False, self._death)
         if self._shutting_down:
@@ -404,9 +417,8 @@ class AsyncClient:
             while True:
                 message = await self._transport.receive()
                 self._heard = time.monotonic()
-                self._asked = self._heard if self._streams or self._calls else None
-                self._stalled = False
                 self._handle(message)
+                self._asked = self._heard if self._streams or self._calls else None
                 # A socket that is always readable never yields by itself, and there are streams to be written.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
@@ -472,21 +484,29 @@ class AsyncClient:
         self._gone.set()
 
     async def _watch_stall(self) -> None:
-        """Ask an engine that was silent for long, and give up requests of one that does not answer. The engine itself
-        is left alone: a machine that was only slow goes on with what comes next."""
+        """Ask an engine that was silent for long, and give up the requests of one that never answers. The engine
+        itself is left alone: should it go on after all, it takes the aborts and serves what comes next."""
+        period = self._stall_timeout / 8
         while self._death is None:
-            await asyncio.sleep(self._stall_timeout / 8)
+            slept = time.monotonic()
+            await asyncio.sleep(period)
             now = time.monotonic()
-            if self._asked is None and now - self._heard > self._stall_timeout / 2:
+            if now - slept > 2 * period and self._asked is not None:
+                self._asked = now  # this process stood still, and perhaps all of them did
+            elif self._asked is None and now - self._heard > self._stall_timeout / 2:
                 self._transport.send(Control(call_id=next(self._call_ids), name="ping"))
                 self._asked = now
-            elif self._asked is not None and now - self._asked > self._stall_timeout and not self._stalled:
-                self._stalled = True
-                reason = self.health().reason
-                logger.error("%s; giving up %d requests", reason, len(self._streams))
-                self._abort_children(list(self._children))
-                for stream in self._streams.values():
-                    stream._fail(EngineDeadError(reason))
+            elif self._asked is not None and now - self._asked > self._stall_timeout * _GIVE_UP_FACTOR:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        waiting = [stream for stream in self._streams.values() if stream._error is None]
+        if waiting:
+            reason = self.health().reason
+            logger.error("%s; giving up %d requests", reason, len(waiting))
+            self._abort_children(list(self._children))
+            for stream in waiting:
+                stream._fail(EngineDeadError(reason))
 
     def _die(self, reason: str) -> None:
         """The engine is gone: nothing waits for it any more. Only the first reason counts."""

@@ -11,6 +11,7 @@ service (ctrl-C, SIGTERM to the group) are the front's to handle: it decides how
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -149,22 +151,12 @@ class EngineProcess:
         update = RequestUpdate(finish_reason=finish_reason, error=error)
         self.send(StepReport(request_ids=[], token_ids=[], updates={request_id: update}, time=time.monotonic()))
 
-    def _phase(self, name: str) -> _Phase:
-        return _Phase(self, name)
-
-
-class _Phase:
-    """Times a phase of loading and tells the front when it has ended well."""
-
-    def __init__(self, process: EngineProcess, name: str) -> None:
-        self._process, self._name = process, name
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is None:
-            self._process.send(EngineProgress(self._name, time.monotonic() - self._start))
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Time a phase of loading, and tell the front when it has ended well."""
+        started = time.monotonic()
+        yield
+        self.send(EngineProgress(name, time.monotonic() - started))
 
 
 def _die_with_front() -> None:

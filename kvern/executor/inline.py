@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig, parse_bytes
 from kvern.executor.base import Executor
 from kvern.executor.machine import available_memory, usable_cores
+from kvern.layers.weights import Progress
 from kvern.runner.model_runner import ModelRunner
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.weights.checkpoint import Checkpoint, open_checkpoint
@@ -16,8 +16,6 @@ from kvern.weights.config import read_model_config
 from kvern.weights.hub import resolve_model
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _CACHE_SHARE = 0.4  # of the memory that is free beside the weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,20 +31,29 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
 
     scaling: `rope_scaling` of a Hugging Face config.json. Known types: default; linear (positions divided by
     `factor`); llama3 (low frequencies divided by `factor`, high ones kept, a ramp between); factors
-    (`factors` [head_dim / 2] divides each, as GGUF files store llama3 and others). Raises InvalidConfig on others.
+    (`factors` [head_dim / 2] divides each, as GGUF files store llama3). Raises InvalidConfig on others.
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / float(scaling["factor"])
-    if kind == "llama3":
-        return _llama3(frequencies, scaling)
-    if kind == "factors":
-        return frequencies / np.asarray(scaling["factors"], dtype=np.float64)
-    raise InvalidConfig(f"rope_scaling of type {kind!r} is not supported: default, linear, llama3 and factors are")
+    kind = scaling.get("rope_type", "default")
+    if kind not in _SCALINGS:
+        raise InvalidConfig(f"rope_scaling of type {kind!r} is not supported; {', '.join(_SCALINGS)} are")
+    try:
+        return _SCALINGS[kind](frequencies, scaling)
+    except KeyError as exc:
+        raise InvalidConfig(f"rope_scaling of type {kind!r} lacks {exc}") from None
+
+
+def _default(frequencies: Float64, scaling: dict[str, Any]) -> Float64:
+    return frequencies
+
+
+def _linear(frequencies: Float64, scaling: dict[str, Any]) -> Float64:
+    return frequencies / float(scaling["factor"])
+
+
+def _factors(frequencies: Float64, scaling: dict[str, Any]) -> Float64:
+    return frequencies / np.asarray(scaling["factors"], dtype=np.float64)
 
 
 def _llama3(frequencies: Float64, scaling: dict[str, Any]) -> Float64:
@@ -52,3 +62,11 @@ def _llama3(frequencies: Float64, scaling: dict[str, Any]) -> Float64:
     turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / float(scaling["factor"]))
+
+
+_SCALINGS: dict[str, Callable[[Float64, dict[str, Any]], Float64]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "factors": _factors,
+}

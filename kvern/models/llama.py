@@ -28,6 +28,8 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self.config = config
         self.ops = weights.ops
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rope = RotaryEmbedding(self.ops, frequencies, max_model_len)
         with ThreadPoolExecutor(_LOADING_THREADS, "load") as pool:
             embedding = pool.submit(
                 Embedding.load, weights, "model.embed_tokens", config.vocab_size, config.hidden_size
@@ -39,8 +41,6 @@ class Llama:
             self.embedding = embedding.result()
             self.head = self.lm_head(weights)
             self.layers = [layer.result() for layer in layers]
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.rope = RotaryEmbedding(self.ops, frequencies, max_model_len)
 
     def __call__(self, token_ids: Int32, plan: Plan, caches: Sequence[KVCache]) -> Tensor:
         """Normalised hidden states [T, hidden] of the step's tokens; writes their keys and values to `caches`."""

@@ -46,7 +46,7 @@ def load_model(
     progress: Progress | None = None,
 ) -> Model:
     """The model of `config` with the weights of `checkpoint`, prepared for positions below `max_model_len`
-    (default: the model's own). Raises InvalidConfig, or ModelError naming the tensor that is missing or of another shape."""
+    (default: the model's own). Raises InvalidConfig, or ModelError naming a tensor that is missing or misshapen."""
     weights = Weights(checkpoint, ops, progress)
     model: Model = model_class(config.architecture)(config, weights, max_model_len or config.max_position_embeddings)
     return model

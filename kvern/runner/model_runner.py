@@ -113,6 +113,8 @@ class ModelRunner:
                 continue
             first = int(output.num_computed[i])
             end = min(first + int(output.num_new[i]), wanted.num_prompt_tokens - 1)
+            if end == wanted.num_prompt_tokens - 1:
+                del self._prompt_logprobs[row]  # this is the last of it
             if first >= end:
                 continue
             entries: list[TokenLogprobs] = []

@@ -50,9 +50,11 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Let a request wait for its turn. One that can never fit ends at once, FINISHED_IGNORED, and is told with
-        the next step. Raises InvalidRequest if a live request has its id."""
+        the next step. Raises InvalidRequest if a live request has its id, or if its prompt is empty."""
         if request.id in self.state.requests:
             raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        if not request.num_prompt_tokens:
+            raise InvalidRequest("the prompt is empty, there is nothing to continue", "prompt")
         self.state.add(request)
 
     def abort(self, request_id: str) -> bool:

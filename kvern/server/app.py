@@ -149,6 +149,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
@@ -167,6 +168,8 @@ class _Server(uvicorn.Server):
 
     def _begin_end(self) -> None:
         patience = 0.0 if self._state.draining else self._state.config.shutdown_timeout
+        running = self._state.client.num_unfinished
+        logger.info("ending: nothing more is admitted, %d running completions have %g s", running, patience)
         self._state.draining = True
         self._ending.append(asyncio.ensure_future(self._drain(patience)))
 

@@ -101,8 +101,6 @@ class _EngineCollector(Collector):
         )
         for blocked_by in BlockedBy:
             waiting.add_metric([blocked_by.value], stats.waiting_by_reason.get(blocked_by.value, 0))
-        unnamed = stats.num_waiting - sum(stats.waiting_by_reason.values())
-        waiting.add_metric(["new"], max(0, unnamed))
         yield waiting
         used = (stats.num_blocks - stats.num_free_blocks) / stats.num_blocks if stats.num_blocks else 0.0
         yield GaugeMetricFamily("kvern_kv_cache_usage_ratio", "share of the blocks that requests hold", used)

@@ -151,7 +151,7 @@ class EventStream(Response):
         self._events = events
         self._on_end = on_end
         self._started = False
-        self._sending = False
+        self._lock = asyncio.Lock()  # an event and a comment may want to be sent at the same time
         self._last = 0.0  # when something was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,14 +176,13 @@ class EventStream(Response):
         await self._send(send, last, more=False)
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        self._sending = True
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-        self._sending = False
-        self._last = time.monotonic()
+        async with self._lock:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._last = time.monotonic()
 
     async def _comment(self, send: Send) -> None:
-        if not self._sending and time.monotonic() - self._last >= SILENCE:
+        if not self._lock.locked() and time.monotonic() - self._last >= SILENCE:
             await self._send(send, b": still here\n\n")

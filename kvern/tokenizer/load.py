@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, models, normalizers, processors
 
 from kvern.tokenizer import pre_tokenizers
 from kvern.tokenizer.base import Tokenizer
@@ -115,10 +115,15 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     added = special | {i: pieces[i] for i, kind in enumerate(kinds) if kind == _USER_DEFINED}
     pre = str(meta.get("tokenizer.ggml.pre", "default"))
     prefix_space = model == "llama" and bool(meta.get("tokenizer.ggml.add_space_prefix", True))
-    if model == "gpt2":
-        backend = _byte_level_bpe(pieces, file.strings("tokenizer.ggml.merges"), pre)
-    else:
-        backend = _sentencepiece_bpe(pieces, meta["tokenizer.ggml.scores"].tolist(), prefix_space)
+    try:
+        if model == "gpt2":
+            backend = _byte_level_bpe(pieces, file.strings("tokenizer.ggml.merges"), pre)
+        else:
+            backend = _sentencepiece_bpe(pieces, meta["tokenizer.ggml.scores"].tolist(), prefix_space)
+    except ModelError:
+        raise
+    except Exception as exc:  # the package raises nothing more special
+        raise ModelError(f"{file.path}: the vocabulary is damaged: {exc!r}") from None
     backend.add_tokens([AddedToken(t, special=i in special, normalized=False) for i, t in sorted(added.items())])
 
     bos: int | None = ids["bos_token"] if "bos_token" in named else None
@@ -160,7 +165,6 @@ def _byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> tokenizer
     if pre in pre_tokenizers.NORMALIZES_NFC:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.byte_level_pre_tokenizer(pre)
-    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -178,5 +182,4 @@ def _sentencepiece_bpe(pieces: list[str], scores: list[float], prefix_space: boo
     backend = tokenizers.Tokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("\u2581")] if prefix_space else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend

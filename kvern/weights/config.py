@@ -92,16 +92,12 @@ def _from_hf(folder: Path) -> ModelConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", architecture == "qwen2")),
             sliding_window=_hf_sliding_window(path, config),
-            bos_token_id=_first(config.get("bos_token_id")),
+            bos_token_id=config.get("bos_token_id"),
             eos_token_ids=hf_eos_token_ids(folder),
             weights_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
     except KeyError as exc:
         raise ModelError(f"{path} lacks {exc}") from None
-
-
-def _first(value: Any) -> int | None:
-    return value[0] if isinstance(value, list) and value else value or (0 if value == 0 else None)
 
 
 def _hf_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -106,7 +106,7 @@ def resolve_model(name: str, *, progress: bool = True, cache: str | Path | None 
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
-    if _looks_local(name) or not _HUB_ID.fullmatch(name):
+    if not _HUB_ID.fullmatch(name) or _looks_local(name):
         near = difflib.get_close_matches(name, [*BUILTIN_MODELS, *TOY_MODELS], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"built-in models: {', '.join(BUILTIN_MODELS)}"
         raise ModelError(f"model {name!r} is neither a file nor a folder nor a built-in name; {hint}")
@@ -118,14 +118,8 @@ def _is_whole(path: Path, model: BuiltinModel) -> bool:
     return path.is_file() and path.stat().st_size == model.size
 
 
-def _looks_local(name: str) -> bool:
-    first = name.split("/", 1)[0]
-    return (
-        name.startswith(("/", ".", "~"))
-        or name.endswith((".gguf", ".safetensors", "/"))
-        or "\\" in name
-        or (bool(first) and "/" in name and Path(first).exists())
-    )
+def _looks_local(hub_id: str) -> bool:
+    return hub_id.endswith((".gguf", ".safetensors")) or Path(hub_id).parent.is_dir()
 
 
 def _local(path: Path) -> ModelFiles:
@@ -148,7 +142,7 @@ def _local(path: Path) -> ModelFiles:
 
 def _fetch_from_hub(name: str, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
@@ -159,14 +153,12 @@ def _fetch_from_hub(name: str, progress: bool) -> Path:
             f"model {name!r} is not in the local hub cache and the hub cannot be reached; with a network run "
             f"`hf download {name}`, or give a folder or a .gguf file"
         ) from None
-    except HfHubHTTPError as exc:
-        reason = str(exc).strip().splitlines()[-1]
+    except Exception as exc:  # the client lets those of its HTTP library through
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[-1]
         raise ModelError(f"model {name!r} cannot be had from the hub: {reason}") from None
-    except OSError as exc:
-        raise ModelError(f"model {name!r} cannot be had from the hub: {exc}") from None
     path = Path(folder)
     if not (path / "config.json").exists():
-        raise ModelError(f"{name!r} on the hub is no model folder: it has no config.json")
+        raise ModelError(f"{name!r} on the hub has no config.json; of a repository of .gguf files, download one")
     return path
 
 

@@ -64,8 +64,24 @@ def hf_special_tokens(folder: Path) -> dict[str, int]:
     added = config.get("added_tokens_decoder")
     if isinstance(added, dict):
         return {entry["content"]: int(i) for i, entry in added.items() if entry.get("special")}
-    tokens = read_json(folder / "tokenizer.json").get("added_tokens") or []
-    return {entry["content"]: int(entry["id"]) for entry in tokens if entry.get("special")}
+    return {entry["content"]: int(entry["id"]) for entry in _added_tokens(folder) if entry.get("special")}
+
+
+def _added_tokens(folder: Path) -> list[dict[str, Any]]:
+    """added_tokens of tokenizer.json, without parsing the vocabulary after it, which may be 30 MB."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return []
+    text = path.read_text("utf-8")
+    key = text.find('"added_tokens"')
+    start = text.find("[", key)
+    if key < 0 or start < 0:
+        return []
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(text, start)
+    except ValueError as exc:
+        raise ModelError(f"cannot read {path}: {exc}") from None
+    return list(tokens)
 
 
 def hf_chat_templates(folder: Path) -> dict[str, str]:

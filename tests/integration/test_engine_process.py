@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -331,6 +332,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None:
     """B122."""
 
@@ -342,7 +344,7 @@ def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None
         assert after[0] - before[0] <= 0.03 and after[1] - before[1] <= 0.03
         started = time.monotonic()
         await anext(await client.generate(ids("wake up"), greedy(1), request_id="wake"))
-        assert time.monotonic() - started < 0.25
+        assert time.monotonic() - started < 0.5
 
     run(go())
 
@@ -352,13 +354,15 @@ def test_an_idle_engine_uses_no_processor(client: AsyncClient, run: Run) -> None
 
 def with_client(run: Run, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        client = await AsyncClient.start(CONFIG, **options)
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", folder)
+            client = await AsyncClient.start(CONFIG, **options)
+            assert os.listdir(folder) == []  # nothing to be left behind, however this ends
         try:
             await test(client)
         finally:
             await client.shutdown()
         assert not is_alive(client.engine_pid)
-        assert not Path(client._transport._folder).exists()
 
     run(go())
 
@@ -393,9 +397,11 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
         await anext(stream)
         os.kill(client.engine_pid, signal.SIGSTOP)
         try:
+            reading = asyncio.create_task(collect(stream))
+            await until(lambda: not client.health().ok, 0.4)
+            assert not reading.done()  # it may only be slow
             with pytest.raises(EngineDeadError, match="no step"):
-                await asyncio.wait_for(collect(stream), 3)
-            assert not client.health().ok
+                await asyncio.wait_for(reading, 3)
             with pytest.raises(EngineDeadError, match="no step"):
                 await client.generate(ids("later"), greedy(4), request_id="later")
         finally:
@@ -406,21 +412,38 @@ def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
         found = await collect(await client.generate(ids("thawed"), greedy(4), request_id="thawed"))
         assert found.tokens[0] == reference_tokens(ids("thawed"), 4)
 
-    with_client(run, test, stall_timeout=0.6)
+    with_client(run, test, stall_timeout=0.2)
 
 
+@pytest.mark.slow
 def test_an_engine_that_freezes_while_idle_is_noticed(run: Run) -> None:
     async def test(client: AsyncClient) -> None:
+        await collect(await client.generate(ids("before"), greedy(3), request_id="before"))
+        for _ in range(30):
+            await asyncio.sleep(0.03)
+            assert client.health().ok  # idle is not stalled
         os.kill(client.engine_pid, signal.SIGSTOP)
         try:
             await until(lambda: not client.health().ok, 3)
         finally:
             os.kill(client.engine_pid, signal.SIGCONT)
         await until(lambda: client.health().ok)
-        await asyncio.sleep(0.8)
-        assert client.health().ok  # idle is not stalled
 
-    with_client(run, test, stall_timeout=0.4)
+    with_client(run, test, stall_timeout=0.2)
+
+
+@pytest.mark.slow
+def test_a_pause_of_the_whole_machine_is_nobodys_fault(run: Run) -> None:
+    async def test(client: AsyncClient) -> None:
+        stream = await client.generate(ids("paused"), greedy(2000), request_id="paused")
+        await anext(stream)
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        await asyncio.sleep(0.1)
+        os.kill(client.engine_pid, signal.SIGCONT)
+        assert (await collect(stream)).ends == {0: "length"}
+
+    with_client(run, test, stall_timeout=0.2)
 
 
 @pytest.mark.parametrize(("patience", "end"), [(20.0, "length"), (0.0, "abort")])

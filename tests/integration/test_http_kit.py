@@ -489,6 +489,7 @@ def test_cache_salt_keeps_apart_what_is_cached(http):
         return found
 
     assert [cached(cache_salt="s"), cached(cache_salt="s") > 0, cached(cache_salt="t")] == [0, True, 0]
+    assert cached(cache_salt="s", n=4) == cached(cache_salt="s") < len(prompt)  # of a prompt, not of its completions
 
 
 @pytest.mark.parametrize("length", [2046, 2047, 2048, 4000])

@@ -16,6 +16,7 @@ from kvern.testing.server import ServerProcess
 
 BOTH = pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 HTTP = httpx.Client(timeout=60)
+USAGE = {"include_usage": True}
 LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 
 
@@ -185,6 +186,27 @@ def test_many_at_once_answer_as_alone(server):
     alone = [one(i) for i in range(8)]
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         assert list(pool.map(one, range(64))) == alone * 8
+
+
+@pytest.mark.slow
+def test_b044_preempted_streams_read_as_alone():
+    """B044, B049: a cache for three of eight, and preemption at random besides, show in no text and in no count."""
+    with ServerProcess(
+        num_blocks=31, max_num_seqs=8, max_model_len=400, preempt_probability=0.2, check_invariants=True
+    ) as tight:
+
+        def one(i: int) -> tuple[str, int]:
+            fields = {"text": f"{i % 4} " * 20, "temperature": 0, "max_tokens": 100, "stream_options": USAGE}
+            *chunks, usage, _ = events(tight, "completions", **fields)
+            text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+            return text, json.loads(usage)["usage"]["completion_tokens"]
+
+        alone = [one(i) for i in range(4)]
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(one, range(16))) == alone * 4
+        metrics = tight.metrics()
+        assert metrics["kvern_request_preemptions_sum"] == metrics["kvern_preemptions_total"] > 0
+        assert tight.wait_idle()
 
 
 @pytest.mark.slow

@@ -76,19 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = STEM[:shared]
         if prompt and turn:
             prompt = prompt + said_after(tuple(prompt), turn)
-        stop_ids = tuple(said_after(tuple(prompt + own), 3)[2:]) if stop and prompt + own else ()
-        arrival = Arrival(
-            self.play.num_steps,
-            f"r{self.num_added}",
-            prompt + own or [7],
-            max_tokens,
-            priority,
-            salt,
-            stop_ids,
-            not stop,
-        )
+        prompt = prompt + own or [7]
+        stop_ids = (said_after(tuple(prompt), 3)[2],) if stop else ()
+        rid, step = f"r{self.num_added}", self.play.num_steps
+        self.play.add(Arrival(step, rid, prompt, max_tokens, priority, salt, stop_ids, ignore_eos=not stop))
         self.num_added += 1
-        self.play.add(arrival)
 
     @precondition(lambda self: len(self.play.flight) < MOST_IN_FLIGHT)
     @rule()

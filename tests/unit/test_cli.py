@@ -207,19 +207,25 @@ assert not heavy, heavy
     )
 
 
-def test_ctrl_c_and_a_closed_pipe_end_quietly() -> None:
-    process = kvern("generate", "on and on", *TOY, "--max-model-len", "8000", "--max-tokens", "7000")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    assert process.stderr.read() == ""
-    process = kvern("generate", "on and on", *TOY, "--max-model-len", "8000", "--max-tokens", "7000")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.stdout.close()
-    assert process.wait(20) == 1
-    assert process.stderr.read() == ""
+ON_AND_ON = ["generate", "on and on", *TOY, "--max-model-len", "8000", "--max-tokens", "7000"]
+
+
+def test_ctrl_c_ends_quietly() -> None:
+    with kvern(*ON_AND_ON) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == ""
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    with kvern(*ON_AND_ON) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(20)
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert process.stderr.read() == ""
 
 
 def test_the_sampling_defaults_are_valid() -> None:

@@ -172,6 +172,12 @@ def test_what_cannot_work_is_refused_before_weights_are_read(folder, monkeypatch
         load_executor(EngineConfig(model=str(folder)))
 
 
+def test_the_cache_gets_a_share_of_what_the_weights_leave(folder, monkeypatch):
+    weights = 4 * sum(tensor.size for tensor in RandomCheckpoint(tiny_config()).tensors.values())
+    monkeypatch.setattr("kvern.executor.inline.available_memory", lambda: weights + 10 * 2**20)
+    assert load_executor(EngineConfig(model=str(folder)))[1].num_blocks == 4 * 2**20 // (16 * 256)
+
+
 def test_bfloat16_halves_a_token_in_the_cache(folder):
     blocks = []
     for dtype in ("float32", "bfloat16", "auto"):

@@ -43,9 +43,7 @@ def assert_rows_independent(ops, op, x):
     assert torch.equal(op(x[:40].flip(0)).flip(0), alone)
 
 
-@pytest.mark.parametrize(
-    ("inner", "outer"), [(64, 64), (48, 96), (100, 30), (576, 960), (1536, 576), (4864, 896)]
-)
+@pytest.mark.parametrize(("inner", "outer"), [(64, 64), (48, 96), (100, 30), (576, 960), (1536, 576), (4864, 896)])
 def test_linear_is_batch_invariant(dtype, inner, outer):
     ops = load_ops("reference", dtype=dtype, threads=2)
     rng = np.random.default_rng(inner)

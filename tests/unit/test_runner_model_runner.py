@@ -140,6 +140,19 @@ def test_a_request_that_comes_back_goes_on_where_it_was(model):
     assert_same_logits(driver, 2, want[1])
 
 
+def test_penalties_know_every_token_sampled(model):
+    """Two tokens far above the rest take turns as each is made less likely."""
+    bias = {5: 100.0, 6: 100.0}
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0, logit_bias=bias)
+    sampled, logits = alone(model, prompt(20), 12, sampling)
+    for i, token in enumerate(sampled):
+        counts = np.array([sampled[:i].count(t) for t in bias])
+        scores = logits[20 + i][list(bias)] - 2.0 * counts - 2.0 * (counts > 0)
+        assert token == list(bias)[int(scores.argmax())]
+    plain, _ = alone(model, prompt(20), 12, SamplingParams(temperature=0.0, logit_bias=bias))
+    assert plain != sampled
+
+
 def test_sampling_depends_on_seed_and_position_only(model):
     sampling = SamplingParams(temperature=1.0, seed=7)
     want = alone(model, prompt(20), 10, sampling)[0]
@@ -195,6 +208,23 @@ def test_prompt_logprobs_are_the_same_in_any_chunks(model):
     # The last entry comes from the logits that a prompt shorter by one token samples from.
     logits = alone(model, tokens[:-1], 1)[1][69].astype(np.float64)
     assert whole[-1].logprobs[0] == pytest.approx(logits[tokens[-1]] - np.log(np.exp(logits).sum()), abs=1e-5)
+
+
+def test_the_next_occupant_of_a_row_is_not_scored(model):
+    driver = Driver(model)
+    driver.add(0, prompt(40), msgspec.structs.replace(GREEDY, prompt_logprobs=0))
+    assert driver.step({0: 20}).prompt_logprobs
+    driver.drop(0)
+    driver.add(0, prompt(40))
+    assert not driver.step({0: 20}).prompt_logprobs
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(model):
+    driver = Driver(model)
+    driver.add(0, [7], msgspec.structs.replace(GREEDY, prompt_logprobs=0))
+    result = driver.step({0: 1})
+    assert not result.prompt_logprobs
+    assert result.count.tolist() == [1]
 
 
 def test_a_request_that_comes_back_with_output_is_not_scored_again(model):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +25,12 @@ from kvern.server.app import build_app
 from kvern.server.errors import ApiError, as_api_error
 from kvern.server.metrics import Metrics
 from kvern.server.openai.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
+from kvern.server.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from kvern.server.transport import EventStream, until_disconnect
 from kvern.testing.toy import TOY_MODEL
 from kvern.tokenizer import ByteTokenizer
@@ -229,7 +237,12 @@ def test_metrics_of_a_completion():
 
 def test_metrics_of_the_engine():
     stats = EngineStats(
-        num_running=3, num_waiting=5, waiting_by_reason={"no_free_blocks": 4}, num_blocks=8, num_free_blocks=6, steps=9
+        num_running=3,
+        num_waiting=5,
+        waiting_by_reason={"no_free_blocks": 4, "policy": 1},
+        num_blocks=8,
+        num_free_blocks=6,
+        steps=9,
     )
     found = rendered(Metrics(lambda: stats))
     assert found["kvern_num_requests_running"] == 3
@@ -311,13 +324,13 @@ def delta(text: str, finish_reason: str | None = None, error: str | None = None,
     )
 
 
-def call(client: FakeClient, **fields: Any) -> httpx.Response:
+def call(client: FakeClient, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
     app = build_app(client, ServerConfig())  # type: ignore[arg-type]
 
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            response = await http.post("/v1/completions", json={"prompt": "a"} | fields)
+            response = await http.post(path, json={"prompt": "a"} | fields)
             response.extensions["metrics"] = (await http.get("/metrics")).text
             return response
 
@@ -393,3 +406,28 @@ def test_deltas_that_say_nothing_make_no_chunk():
     client = FakeClient([delta(""), delta("x"), delta(""), delta("", "stop")])
     chunks = call(client, stream=True).text.split("\n\n")
     assert [json.loads(c[6:])["choices"][0]["text"] for c in chunks[:-2]] == ["x", ""]
+    client = FakeClient([delta(""), delta("x"), delta(""), delta("", "stop")])
+    messages = [{"role": "user", "content": "a"}]
+    chunks = call(client, "/v1/chat/completions", messages=messages, stream=True).text.split("\n\n")
+    deltas = [json.loads(c[6:])["choices"][0]["delta"] for c in chunks[:-2]]
+    assert deltas == [{"role": "assistant", "content": "", "refusal": None}, {"content": "x"}, {}]
+
+
+# The documents -------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("request_type", [CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest])
+def test_every_field_is_documented(request_type):
+    text = (DOCS / "http-api.md").read_text()
+    assert [name for name in request_type.__struct_fields__ if f"`{name}`" not in text] == []
+
+
+def test_every_metric_is_documented_and_there():
+    """docs/metrics.md names exactly the metrics there are."""
+    metrics = Metrics(EngineStats)
+    metrics.rejected.labels("400")
+    names = {re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", name) for name in rendered(metrics)}
+    documented = set(re.findall(r"^\| `(kvern_\w+)", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    assert documented == names

@@ -64,7 +64,8 @@ def test_bytes_of_the_tokens_add_up_to_the_text(smollm2):
 
 @pytest.mark.model
 def test_every_token_decodes_as_the_package_decodes_it(smollm2):
-    backend = smollm2._backend
+    backend = tokenizers.Tokenizer.from_str(smollm2._backend.to_str())
+    backend.decoder = decoders.ByteLevel()
     for start in range(0, smollm2.vocab_size, 64):
         ids = list(range(start, min(start + 64, smollm2.vocab_size)))
         assert smollm2.decode(ids, skip_special_tokens=False) == backend.decode(ids, skip_special_tokens=False)
@@ -320,6 +321,14 @@ def test_kinds_that_are_not_supported_are_named(tmp_path):
     files = write_gguf(tmp_path / "a.gguf", "bert", ["[PAD]"], [3])
     with pytest.raises(ModelError, match="'bert' is not supported; supported are gpt2 and llama"):
         load_tokenizer(files)
+
+
+def test_a_damaged_vocabulary(tmp_path):
+    files = write_gguf(tmp_path / "a.gguf", "gpt2", ["a", "b"], [1, 1], tokenizer_pre="gpt-2", token_merges=["a x"])
+    with pytest.raises(ModelError, match="the vocabulary is damaged"):
+        load_tokenizer(files)
+    with pytest.raises(ModelError, match="the vocabulary is damaged"):
+        load_tokenizer(write_gguf(tmp_path / "b.gguf", "llama", ["a", "b"], [1, 1]))
 
 
 # -- Hugging Face folders

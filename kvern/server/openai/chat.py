@@ -24,7 +24,7 @@ class ChatShape(Shape[ChatCompletionRequest]):
         server.check_template(request.chat_template)
         self._begun: set[int] = set()  # choices whose role has been said
 
-    def text_length(self) -> int:
+    def length(self) -> int:
         return sum(len(str(message.get("content"))) for message in self.request.messages or ())
 
     def tokenize(self) -> list[list[int]]:

@@ -39,8 +39,8 @@ class CompletionShape(Shape[CompletionRequest]):
     def num_prompts(self) -> int:
         return len(self._given)
 
-    def text_length(self) -> int:
-        return sum(len(prompt) for prompt in self._given if isinstance(prompt, str))
+    def length(self) -> int:
+        return sum(map(len, self._given))
 
     def tokenize(self) -> list[list[int]]:
         for i, prompt in enumerate(self._given):

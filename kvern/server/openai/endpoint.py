@@ -27,8 +27,8 @@ R = TypeVar("R", bound=GenerationRequest)
 SYSTEM_FINGERPRINT = f"kvern-{__version__}"
 # Completions of one call: prompts times n. More is a mistake, or belongs in several calls.
 MAX_CHOICES = 4096
-# Characters from which a prompt is tokenized in a thread, so that others need not wait.
-_LONG_TEXT = 8192
+# Length from which prompts are tokenized in a thread, so that others need not wait.
+_LONG = 8192
 
 
 class Shape(Generic[R]):
@@ -50,8 +50,8 @@ class Shape(Generic[R]):
     def num_prompts(self) -> int:
         return 1
 
-    def text_length(self) -> int:
-        """Characters that `tokenize` must look at."""
+    def length(self) -> int:
+        """Characters, and tokens given as ids, that `tokenize` must look at."""
         raise NotImplementedError
 
     def tokenize(self) -> list[list[int]]:
@@ -98,8 +98,8 @@ async def _tokenize(shape: Shape[Any], http: Request) -> list[list[int]] | None:
     client, sampling = shape.server.client, shape.sampling
     if shape.num_prompts() * sampling.n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "n")
-    sampling.check_vocabulary(client.tokenizer.vocab_size)
-    if shape.text_length() <= _LONG_TEXT:
+    sampling.check_vocabulary(client.input_processor.vocab_size)
+    if shape.length() <= _LONG:
         return shape.tokenize()
     return await until_disconnect(http.receive, client.in_thread(shape.tokenize))
 

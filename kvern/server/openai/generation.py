@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvern.engine.client import AsyncClient, RequestStream
     from kvern.server.metrics import Metrics
 
+# Prompts of one call admitted in a row, before others have their turn on the event loop.
+_TURN = 32
+
 
 class Generation:
     """The completions of one call: choice i is completion i % n of prompt i // n."""
@@ -58,6 +61,8 @@ class Generation:
                     cache_salt=request.cache_salt,
                 )
                 generation._own(stream, prompt)
+                if i % _TURN == _TURN - 1:
+                    await asyncio.sleep(0)
         except BaseException:
             generation.close()
             raise
