@@ -15,6 +15,7 @@ from msgspec import Meta
 BATCHINGS = ("mixed", "prefill_first")
 PREEMPTIONS = ("recompute", "swap", "auto")
 VICTIMS = ("policy", "newest", "least_computed")
+KV_LOAD_FAILURES = ("recompute", "fail")
 _AtLeast2 = Annotated[int, Meta(ge=2)]
 
 
@@ -144,6 +145,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     host_blocks: Annotated[int, Meta(ge=0)] = 0
     encoder_budget: Annotated[int, Meta(ge=0)] = 0  # image embeddings computed in one step
     encoder_cache_size: Annotated[int, Meta(ge=0)] = 0  # image embeddings kept
+    transfer_lease: Annotated[float, Meta(gt=0.0)] = 300.0  # seconds after which a transfer counts as failed
+    kv_load_failure: str = "recompute"
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True
@@ -155,7 +158,12 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     async_scheduling: bool = False  # steps are planned before the results of earlier ones are known
 
     def __post_init__(self) -> None:
-        for option, known in (("batching", BATCHINGS), ("preemption", PREEMPTIONS), ("victim", VICTIMS)):
+        for option, known in (
+            ("batching", BATCHINGS),
+            ("preemption", PREEMPTIONS),
+            ("victim", VICTIMS),
+            ("kv_load_failure", KV_LOAD_FAILURES),
+        ):
             value = getattr(self, option)
             if value not in known:
                 raise InvalidConfig(f"{option} must be one of {', '.join(known)}, got {value!r}")

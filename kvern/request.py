@@ -76,6 +76,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "ask_connector",
         "block_hashes",
         "cache_salt",
         "epoch",
@@ -103,6 +104,7 @@ class Request:
         "serial",
         "status",
         "stop_reason",
+        "tables",
         "tenant",
         "token_ids",
         "tpot_target",
@@ -154,6 +156,8 @@ class Request:
         self.resumed = False  # has run before: goes before others of its rank
         self.num_charged_tokens = 0  # computed at least once; more of them is service
         self.host_tables: list[list[int]] = []  # where its cache is while it is SWAPPED, one table per group
+        self.tables: Any = None  # int32 [groups, n], its blocks while it waits with a remote load behind it
+        self.ask_connector = True  # whether a connector may be asked for its keys and values
         self.info: Any = None  # the policy's read-only view of it
         self.block_hashes: list[bytes] = []  # of its full blocks, in order; grown on demand, never rewritten
         self.first_scheduled_time: float | None = None

@@ -85,6 +85,7 @@ class SchedulerOutput:
     preempted_req_ids: list[str] = field(default_factory=list)
     preempted_rows: list[int] = field(default_factory=list)
     ignored_req_ids: list[str] = field(default_factory=list)  # ended in this step because they can never fit
+    connector_metadata: Any = None  # from the scheduler's half of a connector to the executor's
     num_lookahead_slots: int = 0
     running_queue_size: int = 0
 
@@ -102,7 +103,7 @@ class SchedulerOutput:
     def has_work(self) -> bool:
         """True if the executor must see this output even if there is nothing to compute."""
         return not self.empty or bool(
-            self.finished_rows or self.preempted_rows or self.blocks_to_copy
+            self.connector_metadata is not None or self.finished_rows or self.preempted_rows or self.blocks_to_copy
             or self.blocks_to_swap_in or self.blocks_to_swap_out or self.blocks_to_zero
         )  # fmt: skip
 
@@ -124,6 +125,8 @@ class ModelRunnerOutput:
     logprobs: row -> one entry per valid token, only for rows that asked.
     prompt_logprobs: row -> (first position, entries): the logprobs of tokens first, first+1, ... of the prompt.
     drafts: row -> tokens proposed for the next step.
+    kv_arrived, kv_sent: ids of requests whose transfers have ended; kv_failed: id -> places in its table whose block
+    could not be loaded.
     errors: row -> message: this row failed alone (NaN logits and the like); it ends with an error.
     """
 
@@ -133,6 +136,9 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    kv_arrived: list[str] = field(default_factory=list)
+    kv_failed: dict[str, list[int]] = field(default_factory=dict)
+    kv_sent: list[str] = field(default_factory=list)
 
     @staticmethod
     def nothing() -> ModelRunnerOutput:

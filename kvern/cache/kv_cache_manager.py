@@ -161,17 +161,25 @@ class KVCacheManager:
 
     # ---- take and give back
 
-    def take(self, request: Request, hit: CacheHit, num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Tables for a request that is admitted with `hit` and computes up to `num_tokens`, and the copies (source,
-        destination) to make for it. Callers have checked that the blocks are there."""
+    def take(
+        self, request: Request, hit: CacheHit, num_computed: int, num_tokens: int
+    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Tables for a request that is admitted with `hit` and computes tokens num_computed .. num_tokens - 1 (those
+        between the hit and num_computed come from elsewhere), and the copies (source, destination) to make for it.
+        Callers have checked that the blocks are there."""
         self._memo.pop(request.id, None)
-        self.pool.touch(hit.blocks())
-        count = -(-num_tokens // self.block_size) - hit.num_blocks
-        fresh = [self.pool.allocate(count) for _ in self.groups]
+        total, hit_blocks = -(-num_tokens // self.block_size), hit.num_blocks
+        tables = []
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            first = group.first_needed(num_computed)
+            shared = [NULL_BLOCK] * min(first, hit_blocks) + table[first:]
+            self.pool.touch(block for block in shared if block != NULL_BLOCK)
+            tables.append(shared + [NULL_BLOCK] * max(first - hit_blocks, 0))
+        fresh = [self.pool.allocate(total - len(table)) for table in tables]
         # The source may be free, and even be the block allocated for the copy: then there is nothing to move.
         copies = [(source, blocks[0]) for source, blocks in zip(hit.copy_from, fresh, strict=False)]
         copies = [(source, destination) for source, destination in copies if source != destination]
-        return [table + blocks for table, blocks in zip(hit.tables, fresh, strict=True)], copies
+        return [table + blocks for table, blocks in zip(tables, fresh, strict=True)], copies
 
     def allocate(self, count: int) -> list[int]:
         return self.pool.allocate(count)

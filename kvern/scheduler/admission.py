@@ -24,7 +24,7 @@ _PARKED_FOR = {
     RequestStatus.WAITING_FOR_REMOTE_KV: BlockedBy.REMOTE_KV,
 }
 # What these lack says nothing about those behind them, who may be admitted as if they were not there.
-_PASSED_OVER_FREELY = (BlockedBy.LORA_SLOTS, BlockedBy.ENCODER_BUDGET, BlockedBy.POLICY)
+_PASSED_OVER_FREELY = (BlockedBy.LORA_SLOTS, BlockedBy.ENCODER_BUDGET, BlockedBy.REMOTE_KV, BlockedBy.POLICY)
 
 
 class Admission:
@@ -99,6 +99,25 @@ class Admission:
             self._start(request, tables, request.num_computed_tokens, num_new, num_published=0)
         return True
 
+    def start_arrived(self) -> bool:
+        """Give rows to requests whose remote load has ended, in order. Returns whether all have got one."""
+        state, arrived = self.state, self.state.transfers.arrived
+        while arrived.num_ready:
+            request = arrived.at(0)
+            num_computed, tables = request.num_computed_tokens, request.tables
+            num_new = min(request.num_tokens - num_computed, state.budget.remaining)
+            num_new = min(num_new, state.chunk_limit() or num_new)
+            size = state.config.block_size
+            more = max(-(-(num_computed + num_new) // size) - tables.shape[1], 0)
+            short = more * len(state.cache.groups) > state.cache.num_free_blocks
+            if num_new <= 0 or state.batch.full or self._lacks_lora_slot(request) or short:
+                return False
+            arrived.remove(request)
+            request.tables = None
+            fresh = [table + state.cache.allocate(more) for table in tables.tolist()]
+            self._start(request, fresh, num_computed, num_new, num_published=0)
+        return True
+
     # ---- one request
 
     def _end_if_hopeless(self, request: Request) -> bool:
@@ -125,6 +144,13 @@ class Admission:
         whole = not (state.config.enable_chunked_prefill or request.resumed)
         if whole and request.num_tokens - hit.num_tokens > state.budget.remaining:
             return BlockedBy.TOKEN_BUDGET
+        if state.transfers.connector is not None and request.ask_connector:
+            matched = state.transfers.connector.matched_tokens(request, hit.num_tokens)
+            if matched is None:
+                return BlockedBy.REMOTE_KV
+            num_loaded = min(matched.num_tokens, request.num_tokens - 1 - hit.num_tokens)
+            if num_loaded > 0:
+                return self._admit_remote(request, hit, num_loaded, matched.load_async, now)
         if request.images and not state.encoder.cut(request.images, hit.num_tokens, self._num_new(request, hit)):
             return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
@@ -137,6 +163,33 @@ class Admission:
         self._admit(request, hit, now)
         return None
 
+    def _admit_remote(
+        self, request: Request, hit: CacheHit, num_loaded: int, load_async: bool, now: float
+    ) -> BlockedBy | None:
+        """Admit a request of which num_loaded tokens after `hit` come from a connector."""
+        state, connector = self.state, self.state.transfers.connector
+        assert connector is not None
+        if self._lacks_blocks(request, hit):
+            return BlockedBy.NO_FREE_BLOCKS
+        reason = None if load_async else self._lacks(request, hit)  # who loads needs no row yet
+        if reason is not None:
+            return reason
+        start, end = hit.num_tokens, hit.num_tokens + num_loaded
+        num_new = 0 if load_async else self._num_new(request, hit._replace(num_tokens=end))
+        self._count_hit(request, hit)
+        request.num_charged_tokens = max(request.num_charged_tokens, end)
+        tables, copies = state.cache.take(request, hit, end, end + num_new)
+        state.copy(copies)
+        connector.allocated(request, tables, start, end)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+        if load_async:
+            state.transfers.begin_load(request, tables, end)
+        else:
+            state.waiting.remove(request)
+            self._start(request, tables, end, num_new, hit.num_blocks)
+        return None
+
     def _find_hit(self, request: Request) -> CacheHit:
         return self._sibling_hit(request) or self.state.cache.lookup(request)
 
@@ -145,9 +198,10 @@ class Admission:
             return BlockedBy.MAX_NUM_SEQS
         if self._lacks_lora_slot(request):
             return BlockedBy.LORA_SLOTS
-        if self.state.cache.cost(hit, request.num_tokens) > self._admissible_blocks():
-            return BlockedBy.NO_FREE_BLOCKS
-        return None
+        return BlockedBy.NO_FREE_BLOCKS if self._lacks_blocks(request, hit) else None
+
+    def _lacks_blocks(self, request: Request, hit: CacheHit) -> bool:
+        return self.state.cache.cost(hit, request.num_tokens) > self._admissible_blocks()
 
     def _lacks_lora_slot(self, request: Request) -> bool:
         limit, in_use = self.state.config.max_loras, self.state.loras
@@ -158,8 +212,8 @@ class Admission:
         the watermark stays free."""
         rows, free = self.state.batch.order, self.state.cache.num_free_blocks
         if not len(rows):
-            return free
-        return free - int(self._reserved(rows).sum()) - self._watermark_blocks
+            return free - self.state.transfers.reserved()
+        return free - int(self._reserved(rows).sum()) - self._watermark_blocks - self.state.transfers.reserved()
 
     def _reserved(self, rows: Int32) -> Int32:
         """Blocks each row may still take for the tokens it has."""
@@ -177,7 +231,7 @@ class Admission:
             num_new = state.encoder.cut(request.images, hit.num_tokens, num_new)
             state.encoder.take(request.id, request.images, hit.num_tokens, num_new)
         self._count_hit(request, hit)
-        tables, copies = state.cache.take(request, hit, hit.num_tokens + num_new)
+        tables, copies = state.cache.take(request, hit, hit.num_tokens, hit.num_tokens + num_new)
         state.copy(copies)
         state.waiting.remove(request)
         if request.first_scheduled_time is None:
@@ -324,6 +378,8 @@ class Admission:
             return None
         if request.status is RequestStatus.SWAPPED:
             return BlockedBy.NO_FREE_BLOCKS
+        if request in self.state.transfers.arrived:
+            return BlockedBy.MAX_NUM_SEQS if self.state.batch.full else BlockedBy.TOKEN_BUDGET
         parked_for = _PARKED_FOR.get(request.status)
         return parked_for or self._reasons.get(request.id, self._reason_of_the_rest)
 
@@ -344,6 +400,7 @@ class Admission:
         for status, count in state.waiting.parked_by_status().items():
             add(_PARKED_FOR[status], count)
         add(BlockedBy.NO_FREE_BLOCKS, len(state.swapped))
+        add(BlockedBy.MAX_NUM_SEQS if state.batch.full else BlockedBy.TOKEN_BUDGET, len(state.transfers.arrived))
         add(self._reason_of_the_rest, state.waiting.num_ready - looked_at)
         return counts
 

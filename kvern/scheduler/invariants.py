@@ -52,6 +52,8 @@ def _check_blocks(state: SchedulerState) -> None:
             table, dropped = batch.tables_of(row)[g], int(batch.num_dropped[g, row])
             assert not table[:dropped].any() and table[dropped:].all(), f"row {row}, group {g}: {table.tolist()}"
             assert group.drops or not dropped, f"row {row}: blocks of a group that keeps all were given back"
+    for tables in state.transfers.tables():
+        held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
     free = pool.free_blocks()
     assert len(free) == len(set(free)) == pool.num_free, "the free list contradicts its count"
     assert NULL_BLOCK not in free and held[NULL_BLOCK] == 0, "the null block was given out"
@@ -65,16 +67,16 @@ def _check_blocks(state: SchedulerState) -> None:
 
 
 def _check_queue(state: SchedulerState, admission: Admission) -> None:
-    waiting, swapped = list(state.waiting), list(state.swapped)
-    assert len(waiting) == len(state.waiting) and len(swapped) == len(state.swapped)
+    waiting, swapped = [*state.waiting, *state.transfers.arrived], list(state.swapped)
+    assert len(waiting) == len(state.waiting) + len(state.transfers.arrived) and len(swapped) == len(state.swapped)
     apart = len(waiting) + len(swapped) + len(state.batch)
     assert apart == len(state.requests), "a live request is not in exactly one of running, waiting and swapped"
     for request in [*waiting, *swapped]:
         who = f"request {request.id}, {request.status.name}"
-        assert state.requests.get(request.id) is request and request.row < 0, f"{who} waits and is not live"
+        assert request.id in state.requests and request.row < 0, f"{who} waits and is not live"
         assert (request.status is RequestStatus.SWAPPED) == (request in state.swapped), f"{who} is in the wrong queue"
         assert admission.blocked_by(request) is not None, f"{who} waits without a reason"
-    held = sum(block != NULL_BLOCK for request in swapped for table in request.host_tables for block in table)
+    held = sum(block != NULL_BLOCK for r in swapped for table in r.host_tables for block in table)
     host = state.cache.host_pool
     if host is not None:
         assert host.num_usable - host.num_free == held + len(state.cache.host_leaving), (
@@ -82,5 +84,5 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
         )
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     state.encoder.check()
-    if not state.requests:
+    if not state.requests and not state.transfers.under_way():
         assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"

@@ -19,6 +19,8 @@ _LENGTH = -1  # what stopped a row: this, or 1 + the place of the token in the r
 def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
     live = state.batch.epoch[output.rows] == output.epochs
     sampled = result.count > 0
+    if result.kv_arrived or result.kv_failed or result.kv_sent:
+        sampled &= ~_take_in_transfers(state, output, result)
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
@@ -49,6 +51,21 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     state.stats.generated_tokens += int(outputs.count.sum())
     outputs.finished, state.ended = state.ended, []
     return outputs
+
+
+def _take_in_transfers(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> NDArray[np.bool_]:
+    """Returns which rows [n] have sampled from keys and values that never came."""
+    void = np.zeros(len(output.rows), dtype=np.bool_)
+    for request_id, places in result.kv_failed.items():
+        if request_id in state.transfers.loading:
+            state.transfers.load_ended(request_id, failed=places)
+        else:
+            void |= np.isin(output.rows, state.transfers.fail_rows(request_id, places))
+    for request_id in result.kv_arrived:
+        state.transfers.load_ended(request_id)
+    for request_id in result.kv_sent:
+        state.transfers.sent(request_id)
+    return void
 
 
 def _live_index(state: SchedulerState, output: SchedulerOutput, row: int) -> int | None:

@@ -15,6 +15,8 @@ from kvern.request import RequestStatus
 from kvern.scheduler.state import SchedulerState
 from kvern.step import Int32
 
+NOBODY = -1
+
 
 def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     """Hand out tokens and blocks to the rows `pending`. Returns whether somebody had to be preempted for it."""
@@ -127,13 +129,16 @@ def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
 
 def _make_room(state: SchedulerState) -> int:
     """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had. The last
-    row stays, and gets nothing in this step, while tokens for it are under way."""
+    row takes from those who wait with blocks; it stays, and gets nothing in this step, while tokens for it or blocks
+    are under way."""
     batch = state.batch
     row = _victim(state)
     request = batch.request_at(row)
     if len(batch) > 1:
         state.preempt(request)
-    elif not batch.num_placeholders[row]:  # else the tokens under way are still to come
+    elif state.transfers.reclaim():
+        return NOBODY
+    elif not batch.num_placeholders[row] and not state.transfers.under_way():
         # Nothing is left to take from anybody: it cannot grow, now or later.
         num_tokens = int(batch.num_tokens[row])
         has_output = num_tokens > request.num_prompt_tokens

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kvern.cache.connectors import SchedulerConnector
 from kvern.config import SchedulerConfig
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
@@ -39,9 +40,9 @@ from kvern.step import Int32, ModelRunnerOutput, NewBlocks, NewRequest, Schedule
 class Scheduler:
     """Continuous batching over a paged KV cache with prefix sharing. See kvern/step.py for what goes in and out."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, connector: SchedulerConnector | None = None) -> None:
         self.config = config
-        self.state = SchedulerState(config)
+        self.state = SchedulerState(config, connector)
         self.admission = Admission(self.state)
         self.phases = Phases(self.state, self.admission)
         self.batching = make_batching(config.batching, config.delay_factor)
@@ -158,6 +159,7 @@ class Scheduler:
             preempted_req_ids=told.preempted_ids,
             preempted_rows=told.preempted_rows,
             ignored_req_ids=told.ignored_ids,
+            connector_metadata=None if state.transfers.connector is None else state.transfers.connector.metadata(),
             num_lookahead_slots=config.num_speculative_tokens,
             running_queue_size=len(batch),
         )
@@ -243,8 +245,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Swapped and parked ones included."""
-        return len(self.state.waiting) + len(self.state.swapped)
+        """All that have no row."""
+        return len(self.state.requests) - len(self.state.batch)
 
     @property
     def num_free_blocks(self) -> int:
@@ -256,7 +258,7 @@ class Scheduler:
 
     def waiting(self) -> list[Request]:
         """Swapped and waiting requests, in the order in which they will be tried, then the parked ones."""
-        return [*self.state.swapped, *self.state.waiting]
+        return [*self.state.transfers.arrived, *self.state.swapped, *self.state.waiting]
 
     def waiting_by_reason(self) -> dict[BlockedBy, int]:
         return self.admission.waiting_by_reason()

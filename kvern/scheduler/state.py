@@ -9,6 +9,7 @@ told, exactly once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,8 +21,12 @@ from kvern.scheduler.budget import SchedulingBudget
 from kvern.scheduler.policies import RequestInfo, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.running_batch import RunningBatch
+from kvern.scheduler.transfers import Transfers
 from kvern.scheduler.waiting_queue import WaitingQueue
 from kvern.step import FinishedRequest, Int32
+
+if TYPE_CHECKING:
+    from kvern.cache.connectors import SchedulerConnector
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class PreemptionCosts:
 
 
 class SchedulerState:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, connector: SchedulerConnector | None = None) -> None:
         self.config = config
         self.policy = GuardedPolicy(make_policy(config.policy, config.policy_options))
         self.cache = KVCacheManager(
@@ -79,8 +84,9 @@ class SchedulerState:
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
         self.encoder = EncoderCacheManager(config.encoder_budget, config.encoder_cache_size)
-        self.waiting = WaitingQueue(self._rank)
-        self.swapped = WaitingQueue(self._rank)
+        self.waiting = WaitingQueue(self.rank)
+        self.swapped = WaitingQueue(self.rank)
+        self.transfers = Transfers(self, connector)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.loras: dict[str, int] = {}  # adapter -> rows that use it
@@ -97,11 +103,14 @@ class SchedulerState:
         self.encoder.begin_step()
         if self.policy.begin_step(now):
             self.reorder()  # the last step was planned without the policy
+        if self.transfers.under_way():
+            self.transfers.begin_step(now)
 
     def reorder(self) -> None:
         """Ask the policy for every rank again."""
         self.waiting.resort()
         self.swapped.resort()
+        self.transfers.arrived.resort()
         self.batch.reorder([self.running_key(request) for request in self.batch.requests_in_order()])
 
     def set_policy(self, policy: GuardedPolicy) -> None:
@@ -114,9 +123,9 @@ class SchedulerState:
 
     def running_key(self, request: Request) -> tuple[tuple[float, ...], float, int]:
         """Place in the running order; unless the policy says otherwise, the last of the order gives way first."""
-        return (self._rank(request), request.arrival_time, request.serial)
+        return (self.rank(request), request.arrival_time, request.serial)
 
-    def _rank(self, request: Request) -> tuple[float, ...]:
+    def rank(self, request: Request) -> tuple[float, ...]:
         return self.policy.rank(request.info)
 
     # ---- transitions
@@ -198,7 +207,7 @@ class SchedulerState:
         """The one place where a request stops being live."""
         if request.row >= 0:
             self.notices.finished_rows.append(request.row)
-        self._leave(request)
+        self._leave(request, ended=True)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
         self.policy.on_finish(request.info)
@@ -207,9 +216,10 @@ class SchedulerState:
             self.notices.ignored_ids.append(request.id)
         self.ended.append(FinishedRequest(request, status, stop_reason, error))
 
-    def _leave(self, request: Request) -> None:
-        """Out of the batch or the queue, blocks given back."""
+    def _leave(self, request: Request, ended: bool = False) -> None:
+        """Out of the batch or the queue, blocks given back; those of a request that has ended may still be sent."""
         if request.row >= 0:
+            num_computed = int(self.batch.num_computed[request.row])
             tables = self.batch.tables_of(request.row).copy()
             self.encoder.give_back(request.id, request.images)
             if self.notices.copies:  # what was to be copied for it must not land in blocks that are others' now
@@ -217,7 +227,8 @@ class SchedulerState:
                 self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
             self._tell_nothing_more_of(request.row)
             self.batch.remove([request.row])
-            self.cache.free(tables)
+            if not ended or not self.transfers.hold_for_sending(request, tables, num_computed):
+                self.cache.free(tables)
             if request.lora is not None:
                 self.loras[request.lora] -= 1
                 if not self.loras[request.lora]:
@@ -229,6 +240,11 @@ class SchedulerState:
             self.swapped.remove(request)
             self.cache.free_host(request.host_tables)
             request.host_tables = []
+        elif request in self.transfers.arrived:
+            self.transfers.arrived.remove(request)
+        if request.tables is not None:
+            self.cache.free(request.tables)
+            request.tables = None
 
     def _tell_nothing_more_of(self, row: int) -> None:
         told = self.notices

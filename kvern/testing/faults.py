@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
+from kvern.cache.connectors import Matched
 from kvern.executor.base import Executor
+from kvern.request import Request
 from kvern.scheduler.scheduler import Scheduler
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 
@@ -34,6 +37,34 @@ class RandomPreemption:
         self._tokens_then[victim.id] = victim.num_tokens
         scheduler.preempt(victim.id)
         return victim.id
+
+
+class FakeConnector:
+    """Every request finds its first `matched_tokens` tokens remotely. The toy executor makes them up when it is told
+    to, so what is loaded is right unless a test says that it failed."""
+
+    def __init__(self, matched_tokens: int, load_async: bool) -> None:
+        self.matched = matched_tokens
+        self.load_async = load_async
+        self.keep_finished = False  # whether blocks of ended requests stay until they are reported as sent
+        self.undecided: list[str] = []  # ids of requests for which the answer is not known yet
+        self._loads: list[dict[str, Any]] = []
+
+    def matched_tokens(self, request: Request, num_computed: int) -> Matched | None:
+        if request.id in self.undecided:
+            return None
+        return Matched(max(0, min(self.matched, request.num_prompt_tokens) - num_computed), self.load_async)
+
+    def allocated(self, request: Request, tables: list[list[int]], start: int, end: int) -> None:
+        tokens = request.token_ids[start:end].tolist()
+        self._loads.append({"tables": [list(t) for t in tables], "start": start, "token_ids": tokens})
+
+    def finished(self, request: Request, tables: list[list[int]], num_computed: int) -> bool:
+        return self.keep_finished
+
+    def metadata(self) -> list[dict[str, Any]] | None:
+        loads, self._loads = self._loads, []
+        return loads or None
 
 
 class FaultyExecutor:

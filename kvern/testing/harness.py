@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+from kvern.cache.connectors import SchedulerConnector
 from kvern.clock import VirtualClock
 from kvern.config import SchedulerConfig
 from kvern.request import ImageSpan, Request, RequestStatus
@@ -22,7 +23,7 @@ from kvern.sampling_params import SamplingParams
 from kvern.scheduler.scheduler import Scheduler
 from kvern.scheduler.view import RequestView
 from kvern.step import SchedulerOutput, StepOutputs
-from kvern.testing.faults import RandomPreemption
+from kvern.testing.faults import FakeConnector, RandomPreemption
 from kvern.testing.toy import HistoryHashExecutor
 
 
@@ -60,7 +61,12 @@ class SchedulerHarness:
         encoder_cache_size: int = 0,
         sliding_window: int | None = None,
         kv_groups: Sequence[str] = ("full",),
+        connector: dict[str, Any] | SchedulerConnector | None = None,
+        transfer_lease: float = 300.0,
+        kv_load_failure: str = "recompute",
     ) -> None:
+        """connector: {"matched_tokens": n, "load_async": bool}: every request finds its first n tokens remotely; or a
+        SchedulerConnector whose metadata the toy executor understands (see FakeConnector)."""
         if sliding_window is not None:
             kv_groups = (f"window:{sliding_window}",)
         config = SchedulerConfig(
@@ -85,13 +91,17 @@ class SchedulerHarness:
             max_loras=max_loras,
             encoder_budget=encoder_budget,
             encoder_cache_size=encoder_cache_size,
+            transfer_lease=transfer_lease,
+            kv_load_failure=kv_load_failure,
             kv_groups=tuple(kv_groups),
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
             eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         )
         self.clock = VirtualClock()
-        self.scheduler = Scheduler(config)
+        if isinstance(connector, dict):
+            connector = FakeConnector(**connector)
+        self.scheduler = Scheduler(config, connector)
         self.executor = HistoryHashExecutor(config)
         self.requests: dict[str, Request] = {}  # everybody ever added
         self.delivered: dict[str, list[int]] = {}  # id -> tokens that came out of update()
@@ -189,9 +199,13 @@ class SchedulerHarness:
         output: SchedulerOutput,
         tokens: dict[str, list[int]] | None = None,
         drafts: dict[str, list[int]] | None = None,
+        kv_arrived: Sequence[str] = (),
+        kv_failed: dict[str, list[int]] | None = None,
+        kv_sent: Sequence[str] = (),
     ) -> StepOutputs:
         """Compute a planned step and take in its result. tokens: what was sampled, {id: [token, ...]}; None: the toy
-        model decides. drafts: proposals for the next step, {id: [token, ...]}."""
+        model decides. drafts: proposals for the next step, {id: [token, ...]}. kv_arrived, kv_sent: requests whose
+        transfers have ended; kv_failed: {id: places in its table whose block did not come}."""
         if not any(planned is output for planned in self._planned):
             raise ValueError(f"step {output.step_id} is not planned, or was updated before")
         self._planned = [planned for planned in self._planned if planned is not output]
@@ -199,6 +213,8 @@ class SchedulerHarness:
         forced = None if tokens is None else {row: tokens.get(rid, []) for rid, row in rows.items()}
         result = self.executor.execute(output, forced)
         result.drafts = {rows[rid]: list(proposal) for rid, proposal in (drafts or {}).items() if rid in rows}
+        result.kv_arrived, result.kv_sent = list(kv_arrived), list(kv_sent)
+        result.kv_failed = {rid: list(places) for rid, places in (kv_failed or {}).items()}
         outputs = self.scheduler.update_from_output(output, result, self.clock.now())
         for rid, new in outputs.tokens().items():
             self.delivered[rid] += new

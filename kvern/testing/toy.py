@@ -98,6 +98,9 @@ class HistoryHashExecutor:
     def execute(self, output: SchedulerOutput, forced: dict[int, list[int]] | None = None) -> ModelRunnerOutput:
         """`forced`: row -> tokens to deliver in place of the model's, for tests that script a run."""
         self._apply(output)
+        for load in output.connector_metadata or []:
+            for table in load["tables"]:
+                self._store(table, load["start"], load["token_ids"], strict=False)
         for row, start, n in zip(
             output.rows.tolist(), output.num_computed.tolist(), output.num_new.tolist(), strict=True
         ):
@@ -152,11 +155,15 @@ class HistoryHashExecutor:
         state = self._rows[row]
         ids = (state.tokens + drafts)[start : start + n]
         assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
+        for table in state.tables:
+            self._store(table, start, ids)
+
+    def _store(self, table: list[int], start: int, ids: list[int], strict: bool = True) -> None:
+        """`strict`: every position has a block of its own to go to."""
         for position, token in enumerate(ids, start):
-            for table in state.tables:
-                block = table[position // self.block_size]
-                assert block != NULL_BLOCK, f"row {row}: position {position} would be written to the null block"
-                self.kv[block, position % self.block_size] = token + (position << 32)
+            block = table[position // self.block_size]
+            assert block != NULL_BLOCK or not strict, f"position {position} would be written to the null block"
+            self.kv[block, position % self.block_size] = token + (position << 32)
 
     def _history(self, row: int, length: int) -> NDArray[np.int64]:
         """What token `length` - 1 reads, group after group, as far as each of them reaches back."""

@@ -34,8 +34,9 @@ class Phases:
         return preempted
 
     def swap_in(self) -> bool:
-        """Bring swapped requests back. Returns whether all are back."""
-        return self.admission.swap_in()
+        """Bring back those who hold blocks and no row: swapped requests, and those whose remote load has ended.
+        Returns whether all are back."""
+        return self.admission.start_arrived() and self.admission.swap_in()
 
     def admit(self, now: float) -> int:
         """Admit waiting requests; returns how many."""

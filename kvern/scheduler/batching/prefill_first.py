@@ -23,7 +23,7 @@ class PrefillFirst:
         may_start = self._may_start(phases, now)
         running = phases.running
         prompts = phases.prefilling(running)
-        if not len(phases.state.swapped):
+        if not len(phases.state.swapped) and not len(phases.state.transfers.arrived):
             # Prompts that were begun go on before others begin.
             preempted = phases.run(running[prompts]) if prompts.any() else False
             if may_start and not preempted:

@@ -1,0 +1,157 @@
+"""Requests whose keys and values are on their way, and blocks that wait for a transfer to end.
+
+    waiting --load begins--> loading --arrived--> arrived --row, budget--> running
+                                |  aborted
+                                v
+                            (ended; its blocks stay held until the transfer reports)
+
+A loading or arrived request holds its tables and no row. What it will still need is reserved against admissions, so
+that many loads at once cannot wedge each other. Every hold has a lease: when it expires the transfer counts as failed,
+and the blocks are free again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvern.cache.block_pool import NULL_BLOCK
+from kvern.request import Request, RequestStatus
+from kvern.scheduler.waiting_queue import WaitingQueue
+from kvern.step import Int32
+
+if TYPE_CHECKING:
+    from kvern.cache.connectors import SchedulerConnector
+    from kvern.scheduler.state import SchedulerState
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks held for a transfer."""
+
+    request: Request
+    tables: Int32  # [groups, n]
+    num_computed: int  # tokens that will be there when it has ended
+    expires: float
+
+
+class Transfers:
+    def __init__(self, state: SchedulerState, connector: SchedulerConnector | None) -> None:
+        self.state = state
+        self.connector = connector
+        self.loading: dict[str, Hold] = {}
+        self.sending: dict[str, Hold] = {}
+        self.arrived = WaitingQueue(state.rank)
+
+    def under_way(self) -> bool:
+        """Whether some transfer has still to report."""
+        return bool(self.loading or self.sending)
+
+    def begin_step(self, now: float) -> None:
+        """End what has taken longer than its lease."""
+        for hold in [hold for hold in self.loading.values() if hold.expires <= now]:
+            self.load_ended(hold.request.id, failed=list(range(hold.tables.shape[1])))
+        for hold in [hold for hold in self.sending.values() if hold.expires <= now]:
+            self.sent(hold.request.id)
+
+    # ---- loads
+
+    def begin_load(self, request: Request, tables: list[list[int]], num_computed: int) -> None:
+        """A waiting request's blocks are being filled by somebody else; it is parked with them."""
+        expires = self.state.policy.now + self.state.config.transfer_lease
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        self.state.waiting.park(request)
+        self.loading[request.id] = Hold(request, np.array(tables, dtype=np.int32), num_computed, expires)
+
+    def load_ended(self, request_id: str, failed: list[int] | None = None) -> None:
+        """The transfer has reported. `failed`: places in the table whose block did not come. Unknown ids are fine."""
+        hold = self.loading.pop(request_id, None)
+        if hold is None:
+            return
+        request = hold.request
+        if self.state.requests.get(request_id) is not request:  # aborted meanwhile
+            self.state.cache.free(hold.tables)
+            return
+        self.state.waiting.remove(request)
+        request.tables = hold.tables
+        request.num_computed_tokens = hold.num_computed
+        if failed and self.state.config.kv_load_failure == "fail":
+            self.state.end(
+                request, RequestStatus.FINISHED_ERROR, error="its remote keys and values could not be loaded"
+            )
+            return
+        if failed:
+            request.num_computed_tokens = min(hold.num_computed, min(failed) * self.state.config.block_size)
+            request.ask_connector = False
+        request.status = RequestStatus.WAITING
+        self.arrived.add(request)
+
+    def reclaim(self) -> bool:
+        """Take the blocks from the last arrived request, which then has to be loaded or computed again. False if
+        there is none."""
+        waiting = list(self.arrived)
+        if not waiting:
+            return False
+        request = waiting[-1]
+        self.arrived.remove(request)
+        self.state.cache.free(request.tables)
+        request.tables = None
+        request.num_computed_tokens = 0
+        self.state.waiting.add(request)
+        return True
+
+    # ---- sends
+
+    def hold_for_sending(self, request: Request, tables: Int32, num_computed: int) -> bool:
+        """Called when a request ends. True: the connector keeps its blocks until sent() or the lease ends."""
+        if self.connector is None or not self.connector.finished(request, tables.tolist(), num_computed):
+            return False
+        expires = self.state.policy.now + self.state.config.transfer_lease
+        self.sending[request.id] = Hold(request, tables, num_computed, expires)
+        return True
+
+    def sent(self, request_id: str) -> None:
+        """Unknown ids are fine."""
+        hold = self.sending.pop(request_id, None)
+        if hold is not None:
+            self.state.cache.free(hold.tables)
+
+    # ---- accounts
+
+    def reserved(self) -> int:
+        """Blocks that loading and arrived requests will still take for the tokens they have."""
+        cache, total = self.state.cache, 0
+        held = [(hold.request, hold.tables) for hold in self.loading.values()]
+        held += [(request, request.tables) for request in self.arrived if request.tables is not None]
+        for request, tables in held:
+            total += max(cache.most_held(request.num_tokens) - int(np.count_nonzero(tables)), 0)
+        return total
+
+    def tables(self) -> list[Int32]:
+        """Every table that is held here."""
+        holds = [hold.tables for hold in (*self.loading.values(), *self.sending.values())]
+        return holds + [request.tables for request in self.arrived if request.tables is not None]
+
+    def fail_rows(self, request_id: str, places: list[int]) -> list[int]:
+        """Blocks of a running request that was to be loaded within the step did not come: everybody who reads them
+        computes again from there on. Returns the rows concerned; what they sampled in this step is void."""
+        batch, cache, size = self.state.batch, self.state.cache, self.state.config.block_size
+        request = self.state.requests.get(request_id)
+        if request is None or request.row < 0:
+            return []
+        tables = batch.tables_of(request.row)
+        bad = {block for place in places for block in tables[:, place].tolist() if block != NULL_BLOCK}
+        rows = []
+        for row in batch.order.tolist():
+            hit = np.isin(batch.tables_of(row), sorted(bad)).any(axis=0)
+            if hit.any():
+                first = int(hit.argmax())
+                rows.append(row)
+                batch.num_computed[row] = min(int(batch.num_computed[row]), first * size)
+                batch.num_published[row] = min(int(batch.num_published[row]), first)
+                for block in batch.tables_of(row)[:, first:].ravel().tolist():
+                    if block != NULL_BLOCK and cache.index.is_hashed(block):
+                        cache.index.remove(block)
+        return rows
