@@ -146,6 +146,12 @@ class KVCacheManager:
             self.index.remove(block)
             del self._filled_by[block]
 
+    def distrust(self, table: Iterable[int]) -> None:
+        """Something went wrong in the row with this table: what it wrote or read shall not be hit by others."""
+        for block in table:
+            if self.index.is_hashed(block):
+                self.index.remove(block)
+
     def free(self, table: Iterable[int]) -> None:
         """Give back one request's references. `table` in its own order; its tail is reused first."""
         self.pool.free(reversed(list(table)))

@@ -19,6 +19,8 @@ _LENGTH = -1  # what stopped a row: this, or 1 + the place of the token in the r
 def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
     live = state.batch.epoch[output.rows] == output.epochs
     sampled = result.count > 0
+    if result.errors:
+        sampled &= ~np.isin(output.rows, list(result.errors))
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
@@ -39,6 +41,7 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
         _end_stopped(state, state.batch.request_at(int(rows[i])), int(stopped[i]))
     for row, message in result.errors.items():
         if _live_index(state, output, row) is not None:
+            state.cache.distrust(state.batch.table_of(row).tolist())
             state.end(state.batch.request_at(row), RequestStatus.FINISHED_ERROR, error=message)
     for row, drafts in result.drafts.items():
         if _live_index(state, output, row) is not None:
