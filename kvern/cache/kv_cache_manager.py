@@ -238,6 +238,12 @@ class KVCacheManager:
             self.host_pool.free(self.host_leaving)
             self.host_leaving.clear()
 
+    def distrust(self, tables: NDArray[np.int32]) -> None:
+        """What is in these blocks may be wrong: it shall not be hit by others."""
+        for block in tables.ravel().tolist():
+            if self.index.is_hashed(block):
+                self.index.remove(block)
+
     def forget(self, request_id: str) -> None:
         """A waiting request is gone, or its tokens changed; drop what was remembered for it."""
         self._memo.pop(request_id, None)

@@ -21,6 +21,8 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     sampled = result.count > 0
     if result.kv_arrived or result.kv_failed or result.kv_sent:
         sampled &= ~_take_in_transfers(state, output, result)
+    if result.errors:
+        sampled &= ~np.isin(output.rows, list(result.errors))
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
@@ -44,6 +46,7 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
         _end_stopped(state, state.batch.request_at(int(rows[i])), int(stopped[i]))
     for row, message in result.errors.items():
         if _live_index(state, output, row) is not None:
+            state.cache.distrust(state.batch.tables_of(row))
             state.end(state.batch.request_at(row), RequestStatus.FINISHED_ERROR, error=message)
     for row, drafts in result.drafts.items():
         if _live_index(state, output, row) is not None:

@@ -151,7 +151,5 @@ class Transfers:
                 rows.append(row)
                 batch.num_computed[row] = min(int(batch.num_computed[row]), first * size)
                 batch.num_published[row] = min(int(batch.num_published[row]), first)
-                for block in batch.tables_of(row)[:, first:].ravel().tolist():
-                    if block != NULL_BLOCK and cache.index.is_hashed(block):
-                        cache.index.remove(block)
+                cache.distrust(batch.tables_of(row)[:, first:])
         return rows

@@ -143,3 +143,23 @@ def test_finished_requests_leave_no_memory_behind() -> None:
     gc.collect()
     assert sum(isinstance(o, Request) for o in gc.get_objects()) == before
     assert not h.scheduler.requests and not h.executor._rows and not h.scheduler.state.cache._memo
+
+
+def test_row_that_failed_alone_leaves_nothing_in_the_cache() -> None:
+    """It may have written or read damaged keys and values: the next request with its prefix computes them anew."""
+    h = SchedulerHarness(block_size=4)
+    prompt = [*range(3, 15)]
+    other = h.add([200, 201], max_tokens=6)
+    failing = h.add(prompt, max_tokens=6)
+    h.step()
+    out = h.schedule()
+    result = h.executor.execute(out)
+    result.errors[h.requests[failing].row] = "logits are not numbers"
+    outputs = h.scheduler.update_from_output(out, result, 0.0)
+    assert list(outputs.tokens()) == [other]  # whatever came out of the failed row is no token
+    assert [(f.request.id, f.status, f.error) for f in outputs.finished] == [
+        (failing, RequestStatus.FINISHED_ERROR, "logits are not numbers")
+    ]
+    h.check_invariants()
+    again = h.add(prompt, max_tokens=6)
+    assert h.schedule().num_scheduled_tokens == {other: 1, again: 12}
