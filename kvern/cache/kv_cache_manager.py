@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.groups import make_group
-from kvern.cache.prefix_index import PrefixIndex, extend_hashes, root_hash
+from kvern.cache.prefix_index import PrefixIndex, append_hash, root_hash, token_bytes
 from kvern.request import Request
 
 
@@ -208,16 +208,39 @@ class KVCacheManager:
     # ---- the prefix index
 
     def publish(
-        self, request: Request, token_ids: NDArray[np.int32], tables: NDArray[np.int32], first: int, end: int, row: int
+        self, request: Request, token_ids: NDArray[np.int32], blocks: NDArray[np.int32], first: int, row: int
     ) -> None:
-        """Blocks first .. end - 1 of `tables` [groups, n] are full once this step has run: make them hittable.
-
-        token_ids: the request's tokens, of which all in these blocks are final."""
+        """`blocks` [groups, n], from place `first` of the request's tables on, are full once this step has run: make
+        them hittable. token_ids: the request's tokens, of which all in these blocks are final."""
+        end = first + blocks.shape[1]
         self._extend_hashes(request, token_ids, end * self.block_size)
-        for table, suffix in zip(tables, self._suffixes, strict=True):
-            for block_hash, block in zip(request.block_hashes[first:end], table[first:end].tolist(), strict=True):
-                if block != NULL_BLOCK and self.index.insert(block_hash + suffix, block):
-                    self._filled_by[block] = row
+        for i, column in enumerate(blocks.T.tolist(), first):
+            self._make_hittable(request.block_hashes[i], column, row)
+
+    def publish_next(
+        self,
+        requests: list[Request],
+        places: list[int],
+        tokens: NDArray[np.int32],
+        blocks: NDArray[np.int32],
+        rows: list[int],
+    ) -> None:
+        """The same for one block of each of these requests, at `places` of their tables: its tokens [n, block_size]
+        and its blocks [groups, n]."""
+        contents = token_bytes(tokens)
+        for request, place, content, column, row in zip(
+            requests, places, contents, blocks.T.tolist(), rows, strict=True
+        ):
+            hashes = request.block_hashes
+            if len(hashes) == place:
+                append_hash(hashes, self._root(request), content, request.images, self.block_size)
+            self._make_hittable(hashes[place], column, row)
+
+    def _make_hittable(self, block_hash: bytes, blocks: list[int], row: int) -> None:
+        """One block of each group, filled by `row` in this step."""
+        for suffix, block in zip(self._suffixes, blocks, strict=True):
+            if block != NULL_BLOCK and self.index.insert(block_hash + suffix, block):
+                self._filled_by[block] = row
 
     def has_readers(self, row: int, wanted_blocks: Container[int] = ()) -> bool:
         """Whether somebody in this step reads a block that `row` fills in this step, or would, if given
@@ -294,5 +317,13 @@ class KVCacheManager:
         self.host_leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
-        root = b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)
-        extend_hashes(request.block_hashes, root, token_ids, num_tokens, self.block_size, request.images)
+        """Hash all full blocks among the first num_tokens tokens, as far as it is not done."""
+        hashes, size = request.block_hashes, self.block_size
+        first, end = len(hashes), num_tokens // size
+        if first < end:
+            root = self._root(request)
+            for content in token_bytes(token_ids[first * size : end * size].reshape(-1, size)):
+                append_hash(hashes, root, content, request.images, size)
+
+    def _root(self, request: Request) -> bytes:
+        return b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)

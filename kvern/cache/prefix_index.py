@@ -34,30 +34,22 @@ def root_hash(cache_salt: str | None, lora: str | None = None) -> bytes:
     return sha256(b" ".join(parts)).digest()
 
 
-def extend_hashes(
-    hashes: list[bytes],
-    root: bytes,
-    token_ids: NDArray[np.int32],
-    num_tokens: int,
-    block_size: int,
-    images: tuple[ImageSpan, ...] = (),
-) -> None:
-    """Append to `hashes` (of the first blocks of token_ids, in order) those of the further full blocks among the
-    first `num_tokens` tokens. What images put into a block is part of its hash."""
-    first, end = len(hashes), num_tokens // block_size
-    if first >= end:
-        return
-    tokens = token_ids[first * block_size : end * block_size]
+def token_bytes(tokens: NDArray[np.int32]) -> list[bytes]:
+    """Each row of tokens [n, block_size] as the bytes that enter its block's hash."""
     if sys.byteorder == "big":
         tokens = tokens.byteswap()
-    data, width = tokens.tobytes(), 4 * block_size
-    parent = hashes[-1] if hashes else root
-    for offset in range(0, len(data), width):
-        content = data[offset : offset + width]
-        if images:
-            content += _image_key(images, (first + offset // width) * block_size, block_size)
-        parent = sha256(parent + content).digest()
-        hashes.append(parent)
+    data, width = tokens.tobytes(), 4 * tokens.shape[1]
+    return [data[offset : offset + width] for offset in range(0, len(data), width)]
+
+
+def append_hash(
+    hashes: list[bytes], root: bytes, content: bytes, images: tuple[ImageSpan, ...], block_size: int
+) -> None:
+    """Append to `hashes`, of a request's first blocks in order, that of the next block. content: see token_bytes.
+    root: used if it is the first. What images put into the block is part of its hash."""
+    if images:
+        content += _image_key(images, len(hashes) * block_size, block_size)
+    hashes.append(sha256((hashes[-1] if hashes else root) + content).digest())
 
 
 def _image_key(images: tuple[ImageSpan, ...], start: int, size: int) -> bytes:

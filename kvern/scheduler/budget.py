@@ -25,9 +25,9 @@ class SchedulingBudget:
 
     def cut(self, wanted: Int32) -> Int32:
         """What each of these, in this order, can have of `wanted` when nobody after them counts."""
-        ends = np.cumsum(wanted)
-        if len(ends) == 0 or ends[-1] <= self.remaining:
+        if int(wanted.sum()) <= self.remaining:
             return wanted
+        ends = np.cumsum(wanted)
         cut: Int32 = np.clip(self.remaining - (ends - wanted), 0, wanted).astype(np.int32)
         return cut
 

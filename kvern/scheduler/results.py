@@ -26,20 +26,19 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
-    for row in output.rows[live & state.batch.special[output.rows]].tolist():
-        request, i = state.batch.request_at(row), int(np.flatnonzero(output.rows == row)[0])
-        state.encoder.release(request.id, request.images, int(output.num_computed[i] + output.num_new[i]))
-    chosen = np.flatnonzero(live & sampled)
-    if len(chosen) == len(output.rows):
+    if state.batch.special.any():
+        _release_images(state, output, live)
+    chosen = live & sampled
+    if chosen.all():
         ids, rows, tokens, counts = output.request_ids, output.rows, result.token_ids, result.count.copy()
     else:
+        chosen = chosen.nonzero()[0]
         ids = [output.request_ids[i] for i in chosen.tolist()]
         rows, tokens, counts = output.rows[chosen], result.token_ids[chosen], result.count[chosen]
     stopped = _append_tokens(state, rows, tokens, counts)
     outputs = StepOutputs(ids, tokens, counts)
-    late = np.flatnonzero(sampled & ~live)
-    if len(late):
-        _deliver_late(state, outputs, output, result, late.tolist())
+    if not live.all():
+        _deliver_late(state, outputs, output, result, (sampled & ~live).nonzero()[0].tolist())
     if result.logprobs or result.prompt_logprobs:
         _attach_logprobs(state, outputs, output, result)
     for i in np.flatnonzero(stopped).tolist():
@@ -71,6 +70,13 @@ def _take_in_transfers(state: SchedulerState, output: SchedulerOutput, result: M
     return void
 
 
+def _release_images(state: SchedulerState, output: SchedulerOutput, live: NDArray[np.bool_]) -> None:
+    """Tokens of this step are in the KV cache now: nobody has to look at their images again."""
+    for i in (live & state.batch.special[output.rows]).nonzero()[0].tolist():
+        request = state.batch.request_at(int(output.rows[i]))
+        state.encoder.release(request.id, request.images, int(output.num_computed[i] + output.num_new[i]))
+
+
 def _live_index(state: SchedulerState, output: SchedulerOutput, row: int) -> int | None:
     """Where `row` stands in `output`, or None if its occupant has changed or left since."""
     i = int(np.flatnonzero(output.rows == row)[0])
@@ -89,14 +95,13 @@ def _append_tokens(state: SchedulerState, rows: Int32, tokens: Int32, counts: In
             if not len(places):
                 break
             now_rows, now_tokens = rows[places], tokens[places, column]
-        batch.append_tokens(now_rows, now_tokens)
-        known = batch.num_tokens[now_rows]
+        known = batch.append_tokens(now_rows, now_tokens)
+        too_long = known >= batch.max_total[now_rows]
         hits = batch.stop_ids[now_rows] == now_tokens[:, None]
-        hits[known < batch.min_total[now_rows]] = False
-        why = np.where(known >= batch.max_total[now_rows], _LENGTH, 0).astype(np.int32)
-        if hits.any():
+        if too_long.any() or hits.any():
+            hits[known < batch.min_total[now_rows]] = False
+            why = np.where(too_long, _LENGTH, 0).astype(np.int32)
             why = np.where(hits.any(axis=1), 1 + hits.argmax(axis=1), why).astype(np.int32)
-        if why.any():
             ended = np.flatnonzero(why) if places is None else places[why != 0]
             stopped[ended] = why[why != 0]
             counts[ended] = column + 1

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvern.request import RequestStatus
 from kvern.scheduler.state import SchedulerState
@@ -24,7 +25,8 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     preempted_before = len(state.notices.preempted_rows)
     num_groups = len(cache.groups)
     _drop_unreadable(state, pending)
-    pending = _own_tails(state, pending)
+    if batch.shares_tail.any():
+        pending = _own_tails(state, pending)
     ordered = not state.policy.dynamic
     while len(pending):
         now = _together(state, pending)
@@ -32,12 +34,10 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
         grant = state.budget.cut(wanted)
         if batch.special[now[0]]:
             grant = _cut_before_image(state, int(now[0]), grant)
-        need = (batch.num_computed[now] + (grant + (size - 1))) // size - batch.num_blocks[now]
-        np.maximum(need, 0, out=need)
-        ends = np.cumsum(need)
-        served = len(now)
-        if ends[-1] * num_groups > cache.num_free_blocks:
-            served = int(np.searchsorted(ends, cache.num_free_blocks // num_groups, side="right"))
+        after = batch.num_computed[now] + grant
+        grows = (after > batch.num_blocks[now] * size).nonzero()[0]  # places of those that need blocks
+        need = -(-after[grows] // size) - batch.num_blocks[now[grows]]
+        served = _reach(need, grows, len(now), cache.num_free_blocks // num_groups)
         if not ordered and (served < len(now) or grant is not wanted):
             # Not everybody gets what they want: now the order matters, and it has to be fresh.
             ordered = True
@@ -46,24 +46,34 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
             continue
         if served:
             rows, grant = now[:served], grant[:served]
+            grows = grows[: grows.searchsorted(served)]
             if batch.special[rows[0]]:
                 request = batch.request_at(int(rows[0]))
                 state.encoder.take(request.id, request.images, int(batch.num_computed[rows[0]]), int(grant[0]))
             state.budget.take(rows, grant)
-            batch.num_computed[rows] += grant
-            if ends[served - 1]:
-                grows = np.flatnonzero(need[:served])
-                blocks = cache.allocate(int(ends[served - 1]) * num_groups)
-                batch.append_blocks(rows[grows], need[grows], np.array(blocks, dtype=np.int32).reshape(num_groups, -1))
+            batch.num_computed[rows] = after[:served]
+            if len(grows):
+                need = need[: len(grows)]
+                blocks = np.array(cache.allocate(int(need.sum()) * num_groups), dtype=np.int32)
+                batch.append_blocks(rows[grows], need, blocks.reshape(num_groups, -1))
         pending = pending[served:]
         if served < len(now):
             pending = pending[pending != _make_room(state)]
     return len(state.notices.preempted_rows) > preempted_before
 
 
+def _reach(need: Int32, grows: NDArray[np.intp], num_rows: int, num_free: int) -> int:
+    """How many rows, from the first on, can be served with num_free blocks, if the rows at `grows` need `need`."""
+    if int(need.sum()) <= num_free:
+        return num_rows
+    return int(grows[int(np.searchsorted(np.cumsum(need), num_free, side="right"))])
+
+
 def _together(state: SchedulerState, pending: Int32) -> Int32:
     """The rows, from the first on, that can be served in one go."""
-    special = np.flatnonzero(state.batch.special[pending])
+    if not state.batch.special.any():
+        return pending
+    special = state.batch.special[pending].nonzero()[0]
     return pending if not len(special) else pending[: max(int(special[0]), 1)]
 
 
@@ -75,10 +85,12 @@ def _cut_before_image(state: SchedulerState, row: int, grant: Int32) -> Int32:
 def _wanted(state: SchedulerState, rows: Int32) -> Int32:
     """How many tokens each row could compute now, budget aside."""
     batch = state.batch
-    computed = batch.num_computed[rows]
-    wanted = batch.num_tokens[rows] + batch.num_drafts[rows] + batch.num_placeholders[rows] - computed
-    # The last token a request may have is never computed: nothing comes after it.
-    np.minimum(wanted, batch.max_total[rows] - 1 - computed, out=wanted)
+    wanted = batch.num_tokens[rows]
+    if state.looks_ahead:
+        wanted += batch.num_drafts[rows] + batch.num_placeholders[rows]
+        # The last token a request may have is never computed: nothing comes after it.
+        np.minimum(wanted, batch.max_total[rows] - 1, out=wanted)
+    wanted -= batch.num_computed[rows]
     if state.chunk_limit():
         np.minimum(wanted, state.chunk_limit(), out=wanted)
     if state.policy.caps:

@@ -12,7 +12,6 @@ The columns here are the only truth about a running request's progress; `Request
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,7 @@ class RunningBatch:
         self.requests: list[Request | None] = [None] * rows
         self.order: Int32 = np.zeros(0, dtype=np.int32)
         self.keys: list[Any] = []  # sort keys of `order`
+        self._key_of_row: list[Any] = [None] * rows
         self._free_rows = list(range(rows - 1, -1, -1))
         self.next_epoch = 0
 
@@ -89,6 +89,7 @@ class RunningBatch:
         place = bisect_left(self.keys, key)
         row = self._free_rows.pop()
         self.keys.insert(place, key)
+        self._key_of_row[row] = key
         self.order = np.insert(self.order, place, row)
         n = request.num_tokens
         self.token_ids[row, :n] = request.token_ids
@@ -99,44 +100,43 @@ class RunningBatch:
         for group, table in enumerate(tables):
             self.block_table[group, row, : len(table)] = table
             self.num_dropped[group, row] = next((i for i, block in enumerate(table) if block), len(table))
+        self.epoch[row] = request.epoch = self.next_epoch
+        self.next_epoch += 1
         self.max_total[row] = request.max_total_tokens
         self.min_total[row] = request.num_prompt_tokens + request.sampling.min_tokens
         self.shares_tail[row] = False
         self.special[row] = bool(request.images)
         self._set_stop_ids(row, stop_ids)
-        self.epoch[row] = request.epoch = self.next_epoch
-        self.next_epoch += 1
         self.ids[row] = request.id
         self.requests[row] = request
         request.row = row
         return row
 
-    def remove(self, rows: Iterable[int]) -> None:
-        """Free the rows; what the requests need of them is written back first."""
-        gone = list(rows)
-        leaves = np.zeros(self.max_num_seqs, dtype=np.bool_)
-        leaves[gone] = True
-        for row in gone:
-            request = self.request_at(row)
-            request.token_ids = self.tokens_of(row).copy()
-            request.num_computed_tokens = int(self.num_computed[row])
-            request.row = -1
-            self.requests[row] = None
-            self.ids[row] = None
-            self.epoch[row] = -1
-            self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = 0
-            self.num_drafts[row] = self.num_placeholders[row] = 0
-            self.num_dropped[:, row] = 0
-        stay = ~leaves[self.order]
-        self.keys = [key for key, stays in zip(self.keys, stay.tolist(), strict=True) if stays]
-        self.order = self.order[stay]
-        self._free_rows.extend(reversed(gone))
+    def remove(self, row: int) -> None:
+        """Free the row; what the request needs of it is written back first."""
+        request = self.request_at(row)
+        request.token_ids = self.tokens_of(row).copy()
+        request.num_computed_tokens = int(self.num_computed[row])
+        request.row = -1
+        self.requests[row] = None
+        self.ids[row] = None
+        self.epoch[row] = -1
+        self.num_blocks[row] = self.num_tokens[row] = self.num_computed[row] = 0
+        self.num_drafts[row] = self.num_placeholders[row] = 0
+        self.num_dropped[:, row] = 0
+        self.shares_tail[row] = self.special[row] = False
+        place = bisect_left(self.keys, self._key_of_row[row])
+        del self.keys[place]
+        self.order = np.delete(self.order, place)
+        self._free_rows.append(row)
 
     def reorder(self, keys: list[Any]) -> None:
         """New sort keys, one for each of requests_in_order(): sort by them."""
         places = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [keys[i] for i in places]
         self.order = self.order[places]
+        for row, key in zip(self.order.tolist(), self.keys, strict=True):
+            self._key_of_row[row] = key
 
     # ---- many rows at once
 
@@ -148,11 +148,12 @@ class RunningBatch:
         self.block_table[:, owners, index] = blocks
         self.num_blocks[rows] += counts
 
-    def append_tokens(self, rows: Int32, tokens: Int32) -> None:
-        """One sampled token to each of these rows."""
+    def append_tokens(self, rows: Int32, tokens: Int32) -> Int32:
+        """One sampled token to each of these rows. Returns how many they have now."""
         places = self.num_tokens[rows]
         self.token_ids[rows, places] = tokens
-        self.num_tokens[rows] = places + 1
+        self.num_tokens[rows] = known = places + 1
+        return known
 
     def set_drafts(self, row: int, drafts: list[int]) -> None:
         """Tokens proposed for the next step; clipped so that no step passes the request's limit."""

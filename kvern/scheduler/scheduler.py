@@ -114,8 +114,12 @@ class Scheduler:
         epochs, blocks_before = batch.epoch[running], batch.num_blocks[running]
         self.batching.plan(self.phases, now)
         state.cache.end_step()
-        stayed = (state.budget.by_row[running] > 0) & (batch.epoch[running] == epochs)
-        output = self._write_down(running[stayed], blocks_before[stayed])
+        computes = state.budget.by_row[running] > 0
+        if batch.order is not running:  # somebody came or left
+            computes &= batch.epoch[running] == epochs
+        if not computes.all():
+            running, blocks_before = running[computes], blocks_before[computes]
+        output = self._write_down(running, blocks_before)
         if state.policy.accounts:
             self._account(output)
         state.stats.policy_errors = state.policy.num_errors
@@ -145,7 +149,8 @@ class Scheduler:
             request_ids=batch.ids[rows].tolist(),
             num_computed=after - num_new,
             num_new=num_new,
-            samples=after >= batch.num_tokens[rows] + batch.num_placeholders[rows],
+            samples=after
+            >= (batch.num_tokens + batch.num_placeholders if state.looks_ahead else batch.num_tokens)[rows],
             total_num_scheduled_tokens=config.max_num_batched_tokens - state.budget.remaining,
             new_requests=[self._new_request(row) for row in told.entered],
             new_blocks=self._new_blocks(kept, blocks_before),
@@ -189,7 +194,8 @@ class Scheduler:
         )
 
     def _new_blocks(self, rows: Int32, before: Int32) -> NewBlocks:
-        grown = self.state.batch.num_blocks[rows] - before
+        after = self.state.batch.num_blocks[rows]
+        grown = after - before
         told = self.state.notices
         replaced = [(row, place) for row, place in told.replaced if row not in told.entered]
         if not replaced and not grown.any():

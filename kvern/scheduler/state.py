@@ -93,6 +93,8 @@ class SchedulerState:
         self.stats = SchedulerStats()
         self.notices = Notices()
         self.costs = PreemptionCosts()
+        # Whether requests can have drafts or placeholders; without, a live request's tokens are below its limit.
+        self.looks_ahead = config.async_scheduling or config.num_speculative_tokens > 0
         self.ended: list[FinishedRequest] = []  # told in the next StepOutputs, then cleared
         self._next_serial = 0
 
@@ -226,7 +228,7 @@ class SchedulerState:
                 mine = tables.ravel().tolist()
                 self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
             self._tell_nothing_more_of(request.row)
-            self.batch.remove([request.row])
+            self.batch.remove(request.row)
             if not ended or not self.transfers.hold_for_sending(request, tables, num_computed):
                 self.cache.free(tables)
             if request.lora is not None:
@@ -322,10 +324,20 @@ class SchedulerState:
         """Make the blocks hittable that these rows fill in this step. Only final tokens count, never drafts."""
         if not self.config.enable_prefix_caching:
             return
-        batch = self.batch
-        full = np.minimum(batch.num_computed[rows], batch.num_tokens[rows]) // self.config.block_size
-        for i in np.flatnonzero(full > batch.num_published[rows]).tolist():
-            row, end = int(rows[i]), int(full[i])
-            first = int(batch.num_published[row])
-            self.cache.publish(batch.request_at(row), batch.token_ids[row], batch.block_table[:, row], first, end, row)
-            batch.num_published[row] = end
+        batch, size = self.batch, self.config.block_size
+        final, published = np.minimum(batch.num_computed[rows], batch.num_tokens[rows]), batch.num_published[rows]
+        fills = (final >= (published + 1) * size).nonzero()[0]
+        if not len(fills):
+            return
+        rows, first, end = rows[fills], published[fills], final[fills] // size
+        batch.num_published[rows] = end
+        requests = [batch.request_at(row) for row in rows.tolist()]
+        one_each = len(rows) > 1 and bool((end == first + 1).all())
+        if one_each and all(len(r.block_hashes) >= i for r, i in zip(requests, first.tolist(), strict=True)):
+            tokens = batch.token_ids[rows[:, None], first[:, None] * size + np.arange(size)]
+            blocks = batch.block_table[:, rows, first]
+            self.cache.publish_next(requests, first.tolist(), tokens, blocks, rows.tolist())
+            return
+        for request, start, stop in zip(requests, first.tolist(), end.tolist(), strict=True):
+            blocks = batch.block_table[:, request.row, start:stop]
+            self.cache.publish(request, batch.token_ids[request.row], blocks, start, request.row)
