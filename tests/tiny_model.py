@@ -137,7 +137,7 @@ class Driver:
                 state[2].append(self.free.pop(0))
             if row in fresh:
                 tokens, prompt, sampling = fresh[row]
-                new_requests.append(NewRequest(str(row), row, tokens, prompt, sampling, list(state[2]), start))
+                new_requests.append(NewRequest(str(row), row, tokens, prompt, sampling, [list(state[2])], start))
             samples.append(end == state[1])
             state[0] = end
             state[1] += end == state[1]
@@ -152,7 +152,7 @@ class Driver:
             samples=np.array(samples, dtype=bool),
             total_num_scheduled_tokens=sum(amounts.values()),
             new_requests=new_requests,
-            new_blocks=NewBlocks(as_int(rows), as_int(index), as_int(blocks)),
+            new_blocks=NewBlocks(as_int(rows), as_int(index), as_int(blocks)[None]),
             **({"finished_rows": self.dropped} | changes),
         )
         self.dropped = []

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.groups import make_group
-from kvern.cache.prefix_index import PrefixIndex, append_hash, root_hash, token_bytes
+from kvern.cache.prefix_index import PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
 from kvern.request import Request
 
 
@@ -116,7 +116,7 @@ class KVCacheManager:
     def _longest(self, hashes: list[bytes]) -> int:
         """How many leading blocks can be hit in all groups."""
         if len(self.groups) == 1 and not self.groups[0].drops:
-            return self.index.longest_run(hashes)
+            return len(self.index.longest_prefix(hashes))
         length = len(hashes)
         cached = [[self.index.get(h + suffix) is not None for h in hashes] for suffix in self._suffixes]
         while True:
@@ -179,6 +179,9 @@ class KVCacheManager:
         # The source may be free, and even be the block allocated for the copy: then there is nothing to move.
         copies = [(source, blocks[0]) for source, blocks in zip(hit.copy_from, fresh, strict=False)]
         copies = [(source, destination) for source, destination in copies if source != destination]
+        for source, _ in copies:  # used, so not the next to be evicted
+            self.pool.touch((source,))
+            self.pool.free((source,))
         return [table + blocks for table, blocks in zip(tables, fresh, strict=True)], copies
 
     def allocate(self, count: int) -> list[int]:
@@ -317,13 +320,8 @@ class KVCacheManager:
         self.host_leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
-        """Hash all full blocks among the first num_tokens tokens, as far as it is not done."""
-        hashes, size = request.block_hashes, self.block_size
-        first, end = len(hashes), num_tokens // size
-        if first < end:
-            root = self._root(request)
-            for content in token_bytes(token_ids[first * size : end * size].reshape(-1, size)):
-                append_hash(hashes, root, content, request.images, size)
+        root = self._root(request)
+        extend_hashes(request.block_hashes, root, token_ids, num_tokens, self.block_size, request.images)
 
     def _root(self, request: Request) -> bytes:
         return b"" if request.block_hashes else root_hash(request.cache_salt, request.lora)

@@ -52,6 +52,22 @@ def append_hash(
     hashes.append(sha256((hashes[-1] if hashes else root) + content).digest())
 
 
+def extend_hashes(
+    hashes: list[bytes],
+    root: bytes,
+    token_ids: NDArray[np.int32],
+    num_tokens: int,
+    block_size: int,
+    images: tuple[ImageSpan, ...] = (),
+) -> None:
+    """Append to `hashes` (of the first blocks of token_ids, in order) those of the further full blocks among the
+    first `num_tokens` tokens."""
+    first, end = len(hashes), num_tokens // block_size
+    if first < end:
+        for content in token_bytes(token_ids[first * block_size : end * block_size].reshape(-1, block_size)):
+            append_hash(hashes, root, content, images, block_size)
+
+
 def _image_key(images: tuple[ImageSpan, ...], start: int, size: int) -> bytes:
     """Which images, and which parts of them, lie in the tokens start .. start + size - 1."""
     parts = []
@@ -106,10 +122,12 @@ class PrefixIndex:
     def get(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
-    def longest_run(self, hashes: list[bytes]) -> int:
-        """How many of `hashes`, from the first on without a gap, can be hit."""
-        block_of = self._block_of
-        for i, block_hash in enumerate(hashes):
-            if block_hash not in block_of:
-                return i
-        return len(hashes)
+    def longest_prefix(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest run of `hashes`, from the first, that can be hit."""
+        blocks, block_of = [], self._block_of
+        for block_hash in hashes:
+            block = block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks

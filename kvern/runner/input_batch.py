@@ -38,7 +38,7 @@ class InputBatch:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
             self.block_tables[new.row, : len(new.tables[0])] = new.tables[0]
         rows, index, blocks = output.new_blocks
-        self.block_tables[rows, index] = blocks
+        self.block_tables[rows, index] = blocks[0]
 
     def append(self, rows: Int32, positions: Int32, tokens: Int32) -> None:
         """Token tokens[i] was sampled for rows[i]; it is the one at positions[i] of its sequence."""

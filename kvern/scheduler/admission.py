@@ -317,19 +317,19 @@ class Admission:
         if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
         step another request reads, or the waiting one would."""
         state, cache, batch = self.state, self.state.cache, self.state.batch
-        wanted = (*hit.blocks(), *hit.copy_from)
+        read = (*hit.blocks(), *hit.copy_from)
         willing = []
         for row in reversed(batch.order.tolist()):
             running = batch.request_at(row)
-            if running.epoch >= self._first_new_epoch or cache.has_readers(row, wanted):
-                continue
-            if state.policy.may_preempt(request.info, running.info):
+            if not state.policy.may_preempt(request.info, running.info):
+                break
+            if running.epoch < self._first_new_epoch and not cache.has_readers(row, read):
                 willing.append(running)
         victims = self._victims_for_lora(request, willing)
         if victims is None:
             return False
         others = iter([running for running in willing if running not in victims])
-        while not self._enough_without(victims, request, hit, wanted):
+        while not self._enough_without(victims, request, hit):
             victim = next(others, None)
             if victim is None:
                 return False
@@ -338,12 +338,12 @@ class Admission:
             state.preempt(victim)
         return True
 
-    def _enough_without(self, victims: list[Request], request: Request, hit: CacheHit, wanted: tuple[int, ...]) -> bool:
+    def _enough_without(self, victims: list[Request], request: Request, hit: CacheHit) -> bool:
         """Whether the request could be admitted if these running ones were not there."""
         batch, cache = self.state.batch, self.state.cache
         if batch.full and not victims:
             return False
-        admissible = self._admissible_blocks()
+        admissible, wanted = self._admissible_blocks(), hit.blocks()
         leaving: Counter[int] = Counter()  # block -> how many victims hold it
         for victim in victims:
             leaving.update(batch.tables_of(victim.row).ravel().tolist())

@@ -113,7 +113,7 @@ class Scheduler:
         running = batch.order
         epochs, blocks_before = batch.epoch[running], batch.num_blocks[running]
         self.batching.plan(self.phases, now)
-        state.cache.end_step()
+        state.end_step()
         computes = state.budget.by_row[running] > 0
         if batch.order is not running:  # somebody came or left
             computes &= batch.epoch[running] == epochs

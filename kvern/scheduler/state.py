@@ -95,18 +95,24 @@ class SchedulerState:
         self.costs = PreemptionCosts()
         # Whether requests can have drafts or placeholders; without, a live request's tokens are below its limit.
         self.looks_ahead = config.async_scheduling or config.num_speculative_tokens > 0
+        self.planning = False  # within schedule()
         self.ended: list[FinishedRequest] = []  # told in the next StepOutputs, then cleared
         self._next_serial = 0
 
     # ---- order
 
     def begin_step(self, now: float) -> None:
+        self.planning = True
         self.budget.reset()
         self.encoder.begin_step()
         if self.policy.begin_step(now):
             self.reorder()  # the last step was planned without the policy
         if self.transfers.under_way():
             self.transfers.begin_step(now)
+
+    def end_step(self) -> None:
+        self.planning = False
+        self.cache.end_step()
 
     def reorder(self) -> None:
         """Ask the policy for every rank again."""
@@ -167,8 +173,10 @@ class SchedulerState:
         row, batch = request.row, self.batch
         self.notices.preempted_rows.append(row)
         self.notices.preempted_ids.append(request.id)
-        batch.num_computed[row] = min(batch.num_computed[row] - self.budget.by_row[row], batch.num_tokens[row])
-        self.budget.give_back(row)
+        if self.planning:  # what was handed out in this step will not be computed
+            batch.num_computed[row] -= self.budget.by_row[row]
+            self.budget.give_back(row)
+        batch.num_computed[row] = min(batch.num_computed[row], batch.num_tokens[row])  # drafts may yet be rejected
         self.cache.retract(row)
         request.num_preemptions += 1
         request.resumed = True

@@ -122,6 +122,8 @@ class Transfers:
 
     def reserved(self) -> int:
         """Blocks that loading and arrived requests will still take for the tokens they have."""
+        if not self.loading and not len(self.arrived):
+            return 0
         cache, total = self.state.cache, 0
         held = [(hold.request, hold.tables) for hold in self.loading.values()]
         held += [(request, request.tables) for request in self.arrived if request.tables is not None]

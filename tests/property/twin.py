@@ -54,7 +54,7 @@ class TwinStep:
     samples: dict[str, list[int]] = field(default_factory=dict)  # id -> drafts that are judged with the sample
     admissions: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)  # sources of copies, kept until the step is planned
+    copied: list[int] = field(default_factory=list)  # sources of copies
 
 
 class Twin:
@@ -132,8 +132,6 @@ class Twin:
                 r.blocked_by = {BLOCKS}
         else:
             self.schedule_waiting(step)
-        for block in step.copied:
-            self.drop(block)
         return step
 
     def schedule_running(self, r: TwinRequest, step: TwinStep) -> None:
@@ -146,7 +144,9 @@ class Twin:
                     return
                 self.end(r, self.too_big(r))
                 return
-            victim = self.running()[-1]
+            # Nobody goes twice without a token in between, as long as there is somebody else.
+            spared = [v for v in self.running() if v.preemptions and len(v.tokens) == v.reserved_tokens]
+            victim = ([v for v in self.running() if v not in spared] or self.running())[-1]
             self.put_back(victim, step)
             if victim is r:
                 return
@@ -188,15 +188,11 @@ class Twin:
         for victim in victims:
             self.put_back(victim, step)
         hits, copy = self.lookup(r)
-        copy = copy and self.cost(r, hits, self.free) <= self.num_free - self.spoken_for([])
         start = len(r.tokens) - 1 if copy else len(hits[: self.max_hits(r)]) * self.c.block_size
         n = self.cut(r, start, step)
         for block in hits[: self.max_hits(r)]:
             self.hold(block)
             r.table.append(block)
-        if copy:
-            self.hold(hits[-1])
-            step.copied.append(hits[-1])
         if r.num_cached is None:
             r.num_cached = start
         r.status, r.computed, r.reserved_tokens = RUNNING, start, len(r.tokens)
@@ -204,6 +200,11 @@ class Twin:
         r.admissions += 1
         r.blocked_by = set()
         self.give(r, n, step)
+        if copy and hits[-1] not in r.table:  # the source may be given away at once: copies come first
+            step.copied.append(hits[-1])
+        if copy and hits[-1] in self.free_hashed:  # it was used
+            self.free_hashed.remove(hits[-1])
+            self.free_hashed.append(hits[-1])
         self.publish(r)
         return set()
 
@@ -231,7 +232,7 @@ class Twin:
     def cost(self, r: TwinRequest, hits: list[int], free: set[int]) -> int:
         """Free blocks it takes to hold all of r's tokens: new ones, and free ones among the hits."""
         new = self.blocks_for(len(r.tokens)) - len(hits[: self.max_hits(r)])
-        return new + sum(b in free for b in hits)
+        return new + sum(b in free for b in hits[: self.max_hits(r)])
 
     def spoken_for(self, gone: list[TwinRequest]) -> int:
         """Free blocks that are not for newcomers: reserved for running prompts, and the watermark."""

@@ -110,7 +110,14 @@ def test_nothing_imports_transformers() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["kvern", "kvern.scheduler.scheduler", "kvern.testing", "kvern.engine.client", "kvern.server.app", "kvern.cli.main"],
+    [
+        "kvern",
+        "kvern.scheduler.scheduler",
+        "kvern.testing",
+        "kvern.engine.client",
+        "kvern.server.app",
+        "kvern.cli.main",
+    ],
 )
 def test_importing_needs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

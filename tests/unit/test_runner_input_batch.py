@@ -21,7 +21,7 @@ def output(rows, computed, new, **changes):
 
 
 def entering(row, tokens, blocks, computed=0):
-    return NewRequest(str(row), row, int32(*tokens), len(tokens), SamplingParams(), blocks, computed)
+    return NewRequest(str(row), row, int32(*tokens), len(tokens), SamplingParams(), [blocks], computed)
 
 
 @pytest.fixture
@@ -52,7 +52,11 @@ def test_blocks_are_appended_after_new_requests_are_filled(batch):
     batch.apply(output([1], [0], [4], new_requests=[entering(1, range(4), [5])]))
     batch.apply(
         output(
-            [], [], [], new_requests=[entering(1, range(8), [2, 3])], new_blocks=NewBlocks(int32(1), int32(2), int32(6))
+            [],
+            [],
+            [],
+            new_requests=[entering(1, range(8), [2, 3])],
+            new_blocks=NewBlocks(int32(1), int32(2), int32(6)[None]),
         )
     )
     assert batch.block_tables[1, :3].tolist() == [2, 3, 6]
@@ -60,7 +64,7 @@ def test_blocks_are_appended_after_new_requests_are_filled(batch):
 
 def test_several_blocks_of_several_rows(batch):
     batch.apply(output([], [], [], new_requests=[entering(r, [1], [r + 1]) for r in range(3)]))
-    batch.apply(output([], [], [], new_blocks=NewBlocks(int32(2, 0, 2), int32(1, 1, 2), int32(10, 11, 12))))
+    batch.apply(output([], [], [], new_blocks=NewBlocks(int32(2, 0, 2), int32(1, 1, 2), int32(10, 11, 12)[None])))
     assert batch.block_tables[:3, :3].tolist() == [[1, 11, 0], [2, 0, 0], [3, 10, 12]]
 
 

@@ -135,7 +135,8 @@ class Policy:
         return running[-1]
 
     def may_preempt(self, waiting: RequestInfo, running: RequestInfo, now: float) -> bool:
-        """Whether `waiting`, which lacks a row, blocks or an adapter slot, may have them from `running`."""
+        """Whether `waiting`, which lacks a row, blocks or an adapter slot, may have them from `running`. Asked from the
+        last of the running order on, until the answer is no."""
         return False
 
     def cap_tokens(self, request: RequestInfo, num_tokens: int, now: float) -> int:
