@@ -64,6 +64,10 @@ class Ops(Protocol):
         same input become one (fused QKV). The parts are copied."""
         ...
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """The matrix `weight` in the form that `linear` reads fastest. `weight` itself stays as it is."""
+        ...
+
     def allocate_kv_cache(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> list[KVCache]:
@@ -95,7 +99,7 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]."""
+        """x [T, in] times the packed weight [out, in] transposed, plus bias [out] -> [T, out]."""
         ...
 
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...

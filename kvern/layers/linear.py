@@ -7,7 +7,7 @@ from kvern.layers.weights import Weights
 
 
 class Linear:
-    """y = x W^T + b for x [T, in]."""
+    """y = x W^T + b for x [T, in]. weight: W, packed."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
         self.ops = ops
@@ -17,11 +17,10 @@ class Linear:
     @classmethod
     def load(cls, weights: Weights, in_features: int, out_features: dict[str, int], *, bias: bool = False) -> Linear:
         """The layers named by the keys of `out_features` as one, their outputs side by side."""
-        weight = weights.load({f"{name}.weight": (n, in_features) for name, n in out_features.items()})
+        ops = weights.ops
+        weight = ops.pack(weights.load({f"{name}.weight": (n, in_features) for name, n in out_features.items()}))
         return cls(
-            weights.ops,
-            weight,
-            weights.load({f"{name}.bias": (n,) for name, n in out_features.items()}) if bias else None,
+            ops, weight, weights.load({f"{name}.bias": (n,) for name, n in out_features.items()}) if bias else None
         )
 
     def __call__(self, x: Tensor) -> Tensor:

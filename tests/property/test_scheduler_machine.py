@@ -68,9 +68,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a"]),
         stop=st.booleans(),
+        delay=st.sampled_from([0.0, 3.0]),
     )
     def add(
-        self, shared: int, own: list[int], turn: int, max_tokens: int, priority: int, salt: str | None, stop: bool
+        self,
+        shared: int,
+        own: list[int],
+        turn: int,
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        stop: bool,
+        delay: float,
     ) -> None:
         """`turn`: so many tokens of what the toy model says after the shared part, as in a conversation."""
         prompt = STEM[:shared]
@@ -79,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = prompt + own or [7]
         stop_ids = (said_after(tuple(prompt), 3)[2],) if stop else ()
         rid, step = f"r{self.num_added}", self.play.num_steps
-        self.play.add(Arrival(step, rid, prompt, max_tokens, priority, salt, stop_ids, ignore_eos=not stop))
+        self.play.add(Arrival(step, rid, prompt, max_tokens, priority, salt, stop_ids, not stop, delay))
         self.num_added += 1
 
     @precondition(lambda self: len(self.play.flight) < MOST_IN_FLIGHT)

@@ -36,6 +36,7 @@ class Arrival:
     salt: str | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = True
+    delay: float = 0.0  # between its arrival, which counts for its place, and its being added
 
 
 @dataclass
@@ -83,6 +84,7 @@ def random_workload(rng: random.Random, **fixed: Any) -> Workload:
                 salt=rng.choice([None, None, None, "a", "b"]),
                 stop_token_ids=tuple(rng.sample(range(35, 130), rng.choice([0, 0, 2]))),
                 ignore_eos=rng.random() < 0.5,
+                delay=rng.choice([0.0, 0.0, 1.5, 6.0]),
             )
         )
     return Workload(
@@ -176,10 +178,10 @@ class Play:
             ignore_eos=a.ignore_eos,
             stop_token_ids=a.stop_token_ids,
             cache_salt=a.salt,
-            at=float(a.step),
+            at=a.step - a.delay,
         )
         stop = a.stop_token_ids + (() if a.ignore_eos else (EOS,))
-        self.twin.add(a.id, a.prompt, a.max_tokens, priority=a.priority, at=float(a.step), salt=a.salt, stop=stop)
+        self.twin.add(a.id, a.prompt, a.max_tokens, priority=a.priority, at=a.step - a.delay, salt=a.salt, stop=stop)
 
     def mischief(self) -> None:
         """Aborts and preemptions out of the blue."""

@@ -47,7 +47,7 @@ def assert_rows_independent(ops, op, x):
 def test_linear_is_batch_invariant(dtype, inner, outer):
     ops = load_ops("reference", dtype=dtype, threads=2)
     rng = np.random.default_rng(inner)
-    weight, bias = ops.weight([random(rng, outer, inner)]), ops.weight([random(rng, outer)])
+    weight, bias = ops.pack(ops.weight([random(rng, outer, inner)])), ops.weight([random(rng, outer)])
     x = ops.weight([random(rng, 1100, inner)])
     assert_rows_independent(ops, lambda rows: ops.linear(rows, weight, bias), x)
 
@@ -57,7 +57,7 @@ def test_linear_is_batch_invariant(dtype, inner, outer):
 def test_logits_are_batch_invariant(inner, outer):
     ops = load_ops("reference", dtype="float32", threads=2)
     rng = np.random.default_rng(0)
-    weight, x = ops.weight([random(rng, outer, inner)]), ops.weight([random(rng, 256, inner)])
+    weight, x = ops.pack(ops.weight([random(rng, outer, inner)])), ops.weight([random(rng, 256, inner)])
     alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(12)])
     for n in (2, 8, 12, 33, 64, 256):
         assert torch.equal(ops.linear(x[:n], weight)[:12], alone[:n]), f"{n} rows"
@@ -85,7 +85,9 @@ def test_row_wise_ops_compute_their_formula(ops, dtype):
         np.testing.assert_allclose(ops.to_numpy(got), want, **tolerance)
 
     t = ops.weight([x])
-    check(ops.linear(t, ops.weight([w[:3], w[3:]]), ops.weight([b])), x @ w.T + b)
+    matrix = ops.weight([w[:3], w[3:]])
+    for form in (matrix, ops.pack(matrix)):
+        check(ops.linear(t, form, ops.weight([b])), x @ w.T + b)
     check(ops.embedding(t, np.array([4, 0, 4], np.int32)), x[[4, 0, 4]])
     check(ops.take_rows(t, np.array([1, 1])), x[[1, 1]])
     check(ops.add(t, t), x + x)

@@ -65,6 +65,25 @@ def test_victim_is_spared_while_the_waiting_request_would_read_its_work() -> Non
     assert h.delivered[victim] == reference_tokens([*first, 3, 4], 9)
 
 
+def test_victim_is_spared_while_another_request_reads_its_work() -> None:
+    """Of two urgent ones the first shares a block that the least urgent fills in this step; so the second cannot throw
+    that one out, for then nobody would fill it. In the next step it can."""
+    h = SchedulerHarness(num_blocks=32, block_size=4, policy="priority", max_num_seqs=2, max_num_batched_tokens=64)
+    victim = h.add(PREFIX[:3], max_tokens=20, priority=5)
+    h.step()
+    said = reference_tokens(PREFIX[:3], 20)
+    reader = h.add([*PREFIX[:3], *said[:1], 3, 4], max_tokens=3, priority=0)
+    urgent = h.add(9, max_tokens=3, priority=1)
+    out = h.schedule()
+    assert out.num_scheduled_tokens == {victim: 1, reader: 2} and not out.preempted_req_ids
+    assert h.request(reader).num_cached_tokens == 4 and h.request(urgent).blocked_by is BlockedBy.MAX_NUM_SEQS
+    h.update(out)
+    assert h.schedule().preempted_req_ids == [victim] and h.request(urgent).status is RequestStatus.RUNNING
+    h.run()
+    assert h.delivered[reader] == reference_tokens([*PREFIX[:3], *said[:1], 3, 4], 3)
+    assert h.delivered[victim] == said
+
+
 def test_last_request_gets_the_tokens_under_way_before_it_ends() -> None:
     """B002 with steps planned ahead: the same text as without, to the last token that fits."""
     texts = []
