@@ -18,7 +18,8 @@ from kvern.weights.hub import resolve_model
 logger = logging.getLogger(__name__)
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_CACHE_SHARE = 0.4  # of the memory that is free beside the weights
+_CACHE_SHARE = 0.4  # of the memory that is free beside the weights, at most
+_LARGEST_DEFAULT_CACHE = 4 * 2**30
 
 
 class InlineExecutor:
@@ -100,7 +101,7 @@ def size_cache(
         size = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
         num_blocks, source = size // block_bytes, f"kv_cache_memory {config.kv_cache_memory}"
     else:
-        share = int(free_memory * _CACHE_SHARE)
+        share = min(int(free_memory * _CACHE_SHARE), _LARGEST_DEFAULT_CACHE)
         num_blocks = min(share // block_bytes, blocks_for_longest * config.max_num_seqs + 1)
         source = f"{_size(share)}, the default share of {_size(free_memory)} free memory,"
     if num_blocks * block_bytes > free_memory:

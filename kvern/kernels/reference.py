@@ -15,6 +15,7 @@ How each op keeps its bits apart from the batch (see `ops`; `tests/unit/test_ker
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -153,7 +154,11 @@ class ReferenceOps:
     def allocate_kv_cache(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> list[LayerCache]:
-        arena = torch.zeros((num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim), dtype=self._dtype)
+        shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        # NumPy's zeros come untouched from the system, which hands out the pages as they are first written: a large
+        # cache costs neither time at start nor memory before it is used. torch.zeros would write all of it.
+        memory = np.zeros(math.prod(shape) * self._dtype.itemsize, dtype=np.uint8)
+        arena = torch.from_numpy(memory).view(self._dtype).view(shape)
         return [LayerCache(layer) for layer in arena]
 
     def copy_blocks(self, caches: Sequence[LayerCache], source: Int64, destination: Int64) -> None:
