@@ -51,7 +51,7 @@ def load_executor(
         return _load_toy(config, model_config)
     checkpoint = open_checkpoint(files)
     dtype = "float32" if config.dtype == "auto" else config.dtype
-    free = _free_beside_weights(checkpoint, dtype)
+    free = _free_beside_weights(checkpoint, model_config, dtype)
     limits = size_cache(config, model_config, bytes_per_element=_BYTES[dtype], free_memory=free)
 
     from kvern.kernels.ops import load_ops
@@ -69,9 +69,12 @@ def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor
     return HistoryHashExecutor(limits), limits, model_config
 
 
-def _free_beside_weights(checkpoint: Checkpoint, dtype: str) -> int:
+def _free_beside_weights(checkpoint: Checkpoint, model: ModelConfig, dtype: str) -> int:
     """Bytes that will be free once the weights are loaded. Raises InvalidConfig if they cannot be."""
-    need = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()) * _BYTES[dtype]
+    elements = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    if model.tie_word_embeddings:
+        elements += model.vocab_size * model.hidden_size  # kept twice: to look up rows, and packed for the logits
+    need = elements * _BYTES[dtype]
     free = available_memory()
     if need > free:
         hint = "; dtype bfloat16 needs half of that" if dtype == "float32" else ""

@@ -178,6 +178,15 @@ def test_the_cache_gets_a_share_of_what_the_weights_leave(folder, monkeypatch):
     assert load_executor(EngineConfig(model=str(folder)))[1].num_blocks == 4 * 2**20 // (16 * 256)
 
 
+def test_a_tied_embedding_counts_twice(folder, monkeypatch):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    weights = 4 * sum(tensor.size for tensor in RandomCheckpoint(tiny_config()).tensors.values())
+    monkeypatch.setattr("kvern.executor.inline.available_memory", lambda: weights + 10 * 2**20)
+    assert load_executor(EngineConfig(model=str(folder)))[1].num_blocks == 4 * 2**20 // (16 * 256)
+
+
 def test_bfloat16_halves_a_token_in_the_cache(folder):
     blocks = []
     for dtype in ("float32", "bfloat16", "auto"):
