@@ -49,8 +49,25 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one prompt in a step while others want to run; 0: no such limit")
     ] = 0
-    policy: Annotated[str, Meta(description="who runs first and who is preempted: fcfs, priority")] = "fcfs"
-    batching: Annotated[Literal["mixed"], Meta(description="how prompts and decodes share a step")] = "mixed"
+    policy: Annotated[
+        str, Meta(description="who runs first: fcfs, priority, fair, deadline, shortest, prefix, or module:Class")
+    ] = "fcfs"
+    policy_options: Annotated[
+        dict[str, Any], Meta(description="options of the policy, as {name: value}; JSON on the command line")
+    ] = {}
+    victim: Annotated[
+        Literal["policy", "newest", "least_computed"], Meta(description="who is preempted when blocks are short")
+    ] = "policy"
+    batching: Annotated[Literal["mixed", "prefill_first"], Meta(description="how prompts and decodes share a step")] = (
+        "mixed"
+    )
+    delay_factor: Annotated[
+        float,
+        Meta(ge=0.0, description="prefill_first: hold prompts back for so many times the last prompt step's length"),
+    ] = 0.0
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="let a prompt be computed in pieces; without, it must fit into one step")
+    ] = True
     preemption: Annotated[Literal["recompute"], Meta(description="what happens to a preempted request's cache")] = (
         "recompute"
     )
@@ -173,7 +190,7 @@ class Option(msgspec.Struct, frozen=True):
     """One option, for whoever prints or parses it."""
 
     name: str
-    type: Any  # int, float, str, bool or a Literal; None is also allowed where `optional`
+    type: Any  # int, float, str, bool or dict; None is also allowed where `optional`
     default: Any
     description: str
     choices: tuple[Any, ...] | None = None
@@ -194,9 +211,11 @@ def options(config: type[msgspec.Struct]) -> list[Option]:
             inner = next(t for t in get_args(inner) if t is not type(None))
         if get_origin(inner) is Annotated:
             inner = get_args(inner)[0]
+        inner = dict if get_origin(inner) is dict else inner
         choices = get_args(inner) if get_origin(inner) is Literal else None
         text = next((m.description for m in metas if isinstance(m, Meta) and m.description), "")
-        found.append(Option(info.name, str if choices else inner, info.default, text, choices, optional))
+        default = info.default_factory() if info.default is msgspec.NODEFAULT and not info.required else info.default
+        found.append(Option(info.name, str if choices else inner, default, text, choices, optional))
     return found
 
 
@@ -209,7 +228,10 @@ def make_config(config: type[Any], values: dict[str, Any]) -> Any:
 
             near = difflib.get_close_matches(name, known, n=1)
             raise InvalidConfig(f"unknown option {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    choices = {option.name: option.choices for option in options(config) if option.choices}
     for name, value in values.items():
+        if name in choices and value not in choices[name]:
+            raise InvalidConfig(f"{name} must be one of {', '.join(map(str, choices[name]))}, got {value!r}")
         try:
             msgspec.convert({name: value} | _required(config, values), type=config)
         except msgspec.ValidationError as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser, title: str, config: type[msgspe
     for option in options(config):
         flag = "--" + option.name.replace("_", "-")
         text = option.description.replace("%", "%%")
-        if option.default is not None:
+        if option.default not in (None, {}):
             text += f" (default: {str(option.default).lower() if option.type is bool else option.default})"
         if option.type is bool:
             group.add_argument(
@@ -74,9 +75,6 @@ def read_configs(args: argparse.Namespace, *configs: type[Any], known: Sequence[
     for name, option in mine.items():
         if hasattr(args, name):
             values[name] = _from_text(option, getattr(args, name))
-        if name in values and option.choices and values[name] not in option.choices:
-            choices = ", ".join(map(str, option.choices))
-            raise InvalidConfig(f"{name} must be one of {choices}, got {values[name]!r}")
     return [
         make_config(config, {o.name: values[o.name] for o in options(config) if o.name in values}) for config in configs
     ]
@@ -99,6 +97,11 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _from_text(option: Option, value: Any) -> Any:
+    if option.type is dict:
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise InvalidConfig(f'{option.name} must be JSON such as {{"name": 1}}, got {value!r}') from None
     if option.type in (int, float):
         try:
             return option.type(value)

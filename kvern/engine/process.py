@@ -63,7 +63,7 @@ class EngineProcess:
         """Wait for StartEngine, build executor and scheduler, and say EngineReady."""
         if import_torch:  # seconds, well spent while the front finds the model
             with self._phase("import torch"):
-                import torch  # noqa: F401
+                import kvern.kernels.reference  # noqa: F401  # imports torch, with its threads told to sleep at barriers
         message = self._decoder.decode(self._socket.recv())
         if not isinstance(message, StartEngine):
             raise TypeError(f"expected StartEngine, got {type(message).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -41,7 +42,7 @@ def test_without_options_everything_is_default() -> None:
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
 def test_every_option_has_its_flag(config: type[Any]) -> None:
-    samples: dict[type, Any] = {int: 7, float: 0.5, str: "64MiB"}
+    samples: dict[type, Any] = {int: 7, float: 0.5, str: "64MiB", dict: {"weights": {"a": 2.0}}}
     for option in options(config):
         flag = "--" + option.name.replace("_", "-")
         if option.type is bool:
@@ -50,7 +51,8 @@ def test_every_option_has_its_flag(config: type[Any]) -> None:
                 assert getattr(found, option.name) is value
             continue
         value = option.choices[-1] if option.choices else samples[option.type]
-        for arguments in ([flag, str(value)], [f"{flag}={value}"], ["--" + option.name, str(value)]):
+        text = json.dumps(value) if option.type is dict else str(value)
+        for arguments in ([flag, text], [f"{flag}={text}"], ["--" + option.name, text]):
             assert getattr(read(*arguments)[config is EngineConfig], option.name) == value
 
 
