@@ -37,9 +37,14 @@ class EncoderCacheManager:
                     return f"an image has {image.length} embeddings, {name} is {limit}"
         return None
 
-    def cut(self, images: Iterable[ImageSpan], start: int, num_tokens: int) -> int:
+    def cut(self, images: Iterable[ImageSpan], start: int, num_tokens: int, most: int) -> int:
         """How many of the tokens start .. start + num_tokens - 1 can be computed in this step: up to the first image
-        that does not lie in them whole, or that cannot be computed. 0 is a possible answer. Changes nothing."""
+        that does not lie in them whole, or that cannot be computed. An image at their very beginning, which would
+        never lie in them whole if they are always so few, may make them more, up to `most`. 0 is a possible answer.
+        Changes nothing."""
+        first = next((image for image in images if image.offset <= start < image.offset + image.length), None)
+        if first is not None and num_tokens and first.offset + first.length - start <= most:
+            num_tokens = max(num_tokens, first.offset + first.length - start)
         end, budget = start + num_tokens, self.remaining
         room = self.capacity - self._used + sum(self._sizes[entry] for entry in self._unread)
         for image in images:

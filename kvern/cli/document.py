@@ -9,9 +9,9 @@ from kvern.config import EngineConfig, Option, ServerConfig, options
 
 _HEAD = """# Configuration
 
-Every option has one name: `LLM(max_num_seqs=8)` in Python, `--max-num-seqs 8` on the command line, `max_num_seqs: 8` in
-the file of `--config`. The command line wins over the file. A yes-or-no option is `--name` or `--no-name`. What is not set
-is derived from the model and the machine and printed at start.
+Every option has one name: `LLM(max_num_seqs=8)` in Python, `--max-num-seqs 8` on the command line, `max_num_seqs: 8`
+in the file of `--config`. The command line wins over the file. A yes-or-no option is `--name` or `--no-name`. What is
+not set is derived from the model and the machine and printed at start.
 
 This page is made from the code: `python -m kvern.cli.document > docs/configuration.md`.
 """

@@ -151,7 +151,7 @@ class Admission:
             num_loaded = min(matched.num_tokens, request.num_tokens - 1 - hit.num_tokens)
             if num_loaded > 0:
                 return self._admit_remote(request, hit, num_loaded, matched.load_async, now)
-        if request.images and not state.encoder.cut(request.images, hit.num_tokens, self._num_new(request, hit)):
+        if request.images and not self._num_new(request, hit):
             return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
         if reason is not None:
@@ -228,7 +228,6 @@ class Admission:
         state = self.state
         num_new = self._num_new(request, hit)
         if request.images:
-            num_new = state.encoder.cut(request.images, hit.num_tokens, num_new)
             state.encoder.take(request.id, request.images, hit.num_tokens, num_new)
         self._count_hit(request, hit)
         tables, copies = state.cache.take(request, hit, hit.num_tokens, hit.num_tokens + num_new)
@@ -246,6 +245,8 @@ class Admission:
             num_new = min(num_new, state.chunk_limit())
         if state.policy.caps:
             num_new = state.policy.cap_tokens(request.info, num_new)
+        if request.images:
+            num_new = state.encoder.cut(request.images, hit.num_tokens, num_new, state.budget.remaining)
         return num_new
 
     def _start(
@@ -315,7 +316,7 @@ class Admission:
     def _preempt_for(self, request: Request, hit: CacheHit) -> bool:
         """Preempt running requests, the last in order first, for a waiting one that the policy puts above them. Only
         if it is enough, and no more than needed. Never one that was admitted in this step, nor one whose work of this
-        step another request reads, or the waiting one would."""
+        step another request reads, or the waiting one would, nor the sibling whose blocks it is to share."""
         state, cache, batch = self.state, self.state.cache, self.state.batch
         read = (*hit.blocks(), *hit.copy_from)
         willing = []
@@ -323,7 +324,8 @@ class Admission:
             running = batch.request_at(row)
             if not state.policy.may_preempt(request.info, running.info):
                 break
-            if running.epoch < self._first_new_epoch and not cache.has_readers(row, read):
+            needed = running.epoch >= self._first_new_epoch or running is self._sibling(request)
+            if not needed and not cache.has_readers(row, read):
                 willing.append(running)
         victims = self._victims_for_lora(request, willing)
         if victims is None:

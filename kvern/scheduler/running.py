@@ -79,7 +79,7 @@ def _together(state: SchedulerState, pending: Int32) -> Int32:
 
 def _cut_before_image(state: SchedulerState, row: int, grant: Int32) -> Int32:
     images, start = state.batch.request_at(row).images, int(state.batch.num_computed[row])
-    return np.array([state.encoder.cut(images, start, int(grant[0]))], dtype=np.int32)
+    return np.array([state.encoder.cut(images, start, int(grant[0]), state.budget.remaining)], dtype=np.int32)
 
 
 def _wanted(state: SchedulerState, rows: Int32) -> Int32:

@@ -228,6 +228,7 @@ class SchedulerState:
 
     def _leave(self, request: Request, ended: bool = False) -> None:
         """Out of the batch or the queue, blocks given back; those of a request that has ended may still be sent."""
+        self.cache.forget(request.id)  # a policy may have looked up anybody
         if request.row >= 0:
             num_computed = int(self.batch.num_computed[request.row])
             tables = self.batch.tables_of(request.row).copy()
@@ -245,7 +246,6 @@ class SchedulerState:
                     del self.loras[request.lora]
         elif request in self.waiting:
             self.waiting.remove(request)
-            self.cache.forget(request.id)
         elif request in self.swapped:
             self.swapped.remove(request)
             self.cache.free_host(request.host_tables)

@@ -82,11 +82,25 @@ class Transfers:
                 request, RequestStatus.FINISHED_ERROR, error="its remote keys and values could not be loaded"
             )
             return
+        request.status = RequestStatus.WAITING
         if failed:
             request.num_computed_tokens = min(hold.num_computed, min(failed) * self.state.config.block_size)
             request.ask_connector = False
-        request.status = RequestStatus.WAITING
+            if not self._can_go_on(request):
+                self._start_over(request)
+                return
         self.arrived.add(request)
+
+    def _can_go_on(self, request: Request) -> bool:
+        """Whether its tables have every block that is read or written from its num_computed_tokens on."""
+        groups = zip(self.state.cache.groups, request.tables, strict=True)
+        return all(table[group.first_needed(request.num_computed_tokens) :].all() for group, table in groups)
+
+    def _start_over(self, request: Request) -> None:
+        self.state.cache.free(request.tables)
+        request.tables = None
+        request.num_computed_tokens = 0
+        self.state.waiting.add(request)
 
     def reclaim(self) -> bool:
         """Take the blocks from the last arrived request, which then has to be loaded or computed again. False if
@@ -96,10 +110,7 @@ class Transfers:
             return False
         request = waiting[-1]
         self.arrived.remove(request)
-        self.state.cache.free(request.tables)
-        request.tables = None
-        request.num_computed_tokens = 0
-        self.state.waiting.add(request)
+        self._start_over(request)
         return True
 
     # ---- sends

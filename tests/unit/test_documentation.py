@@ -25,7 +25,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_the_policy_on_the_policies_page_is_the_example() -> None:
-    """docs/policies.md builds it from an empty file in under 40 lines; what stands there runs, and is what is shipped."""
+    """The page builds it from an empty file in under 40 lines; what stands there runs, and is what is shipped."""
     code = re.search(r"```python\n(from kvern.scheduler.policies.*?)```", (ROOT / "docs/policies.md").read_text(), re.S)
     assert code is not None and code[1].count("\n") < 40
     names: dict[str, object] = {}
