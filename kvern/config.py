@@ -134,13 +134,21 @@ class ModelConfig(msgspec.Struct, kw_only=True, frozen=True):
     rope_scaling: dict[str, Any] | None = None  # as in Hugging Face's config.json
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    sliding_window: int | None = None  # every layer sees only so many tokens back; None: all
+    sliding_window: int | None = None  # how many tokens a layer sees, the present one included; None: all
+    layer_windows: tuple[int | None, ...] | None = None  # the same for each layer, where they differ
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     weights_dtype: str = "float32"  # what the checkpoint stores, for dtype=auto
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return self.layer_windows or (self.sliding_window,) * self.num_layers
+
+    def kv_bytes_per_token(self, bytes_per_element: int, num_layers: int | None = None) -> int:
+        """Keys and values of one token in `num_layers` layers; default: in all of them."""
+        layers = self.num_layers if num_layers is None else num_layers
+        return 2 * layers * self.num_kv_heads * self.head_dim * bytes_per_element
 
 
 class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):

@@ -5,6 +5,7 @@ import numpy as np
 from kvern.config import ModelConfig, SchedulerConfig
 from kvern.kernels.ops import AttentionMetadata, load_ops
 from kvern.models.registry import load_model
+from kvern.runner.cache_layout import cache_layout
 from kvern.runner.model_runner import ModelRunner
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewBlocks, NewRequest, SchedulerOutput
@@ -91,14 +92,20 @@ class Recorder:
 
 
 class Driver:
-    """A runner told step by step which rows compute how many tokens. Rows hold their blocks until `drop`."""
+    """A runner told step by step which rows compute how many tokens. Rows hold their blocks until `drop`.
+
+    Each cache group has a pool of num_blocks of its own: block b of the driver is b + group * num_blocks in the cache.
+    """
 
     def __init__(self, model, **limits):
         limits = {"num_blocks": 200, "block_size": 16, "max_model_len": 512, "max_num_seqs": 40} | limits
-        self.config = SchedulerConfig(**limits)
+        groups = cache_layout(model.config).groups
+        self.free = list(range(1, limits["num_blocks"]))
+        self.pools = [group * limits["num_blocks"] for group in range(len(groups))]
+        limits["num_blocks"] *= len(groups)
+        self.config = SchedulerConfig(kv_groups=groups, **limits)
         self.runner = ModelRunner(model, self.config)
         self.runner.sampler = self.recorder = Recorder(self.runner.sampler)
-        self.free = list(range(1, self.config.num_blocks))
         self.rows = {}  # row -> [tokens computed, tokens known, block table]
         self.pending = []
         self.dropped = []
@@ -137,7 +144,8 @@ class Driver:
                 state[2].append(self.free.pop(0))
             if row in fresh:
                 tokens, prompt, sampling = fresh[row]
-                new_requests.append(NewRequest(str(row), row, tokens, prompt, sampling, [list(state[2])], start))
+                tables = [[block + pool for block in state[2]] for pool in self.pools]
+                new_requests.append(NewRequest(str(row), row, tokens, prompt, sampling, tables, start))
             samples.append(end == state[1])
             state[0] = end
             state[1] += end == state[1]
@@ -152,7 +160,9 @@ class Driver:
             samples=np.array(samples, dtype=bool),
             total_num_scheduled_tokens=sum(amounts.values()),
             new_requests=new_requests,
-            new_blocks=NewBlocks(as_int(rows), as_int(index), as_int(blocks)[None]),
+            new_blocks=NewBlocks(
+                as_int(rows), as_int(index), as_int([[b + pool for b in blocks] for pool in self.pools])
+            ),
             **({"finished_rows": self.dropped} | changes),
         )
         self.dropped = []
@@ -179,5 +189,6 @@ def all_logits(model, token_ids):
     metadata = AttentionMetadata(positions, positions + 16, length * 0, length, length, table[None], 16)
     config, ops = model.config, model.ops
     caches = ops.allocate_kv_cache(config.num_layers, blocks + 1, 16, config.num_kv_heads, config.head_dim)
-    hidden = model(np.array(token_ids, dtype=np.int32), ops.plan(metadata), caches)
+    plans = [ops.plan(metadata)] * config.num_layers
+    hidden = model(np.array(token_ids, dtype=np.int32), plans, caches)
     return ops.to_numpy(model.logits(hidden))

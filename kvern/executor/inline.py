@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 
+from kvern.cache.groups import make_group
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig, parse_bytes
 from kvern.executor.base import Executor
 from kvern.executor.machine import available_memory, usable_cores
 from kvern.layers.weights import Progress
+from kvern.runner.cache_layout import cache_layout
 from kvern.runner.model_runner import ModelRunner
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.weights.checkpoint import Checkpoint, open_checkpoint
@@ -91,13 +94,18 @@ def size_cache(
     max_model_len tokens can fill. A max_model_len that was asked for and does not fit is refused; the model's own is
     lowered, with a warning. Raises InvalidConfig.
     """
-    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element)
+    layout = cache_layout(model)
+    groups = [make_group(spec, config.block_size) for spec in layout.groups]
+    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element, layout.num_slots)
+
+    def blocks_for(num_tokens: int) -> int:
+        return sum(group.most_held(num_tokens, config.max_num_batched_tokens) for group in groups)
+
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise InvalidConfig(
             f"max_model_len {longest} is above the {model.max_position_embeddings} positions the model was made for"
         )
-    blocks_for_longest = -(-longest // config.block_size)
     if config.num_blocks is not None:
         num_blocks, source = config.num_blocks, f"num_blocks {config.num_blocks}"
     elif config.kv_cache_memory is not None:
@@ -105,25 +113,26 @@ def size_cache(
         num_blocks, source = size // block_bytes, f"kv_cache_memory {config.kv_cache_memory}"
     else:
         share = min(int(free_memory * _CACHE_SHARE), _LARGEST_DEFAULT_CACHE)
-        num_blocks = min(share // block_bytes, blocks_for_longest * config.max_num_seqs + 1)
+        num_blocks = min(share // block_bytes, blocks_for(longest) * config.max_num_seqs + 1)
         source = f"{_size(share)}, the default share of {_size(free_memory)} free memory,"
     if num_blocks * block_bytes > free_memory:
         raise InvalidConfig(
             f"{source} makes a KV cache of {_size(num_blocks * block_bytes)}, {_size(free_memory)} of memory are free"
         )
-    if num_blocks < 2:
+    fewest = 1 + len(groups)  # block 0 is never used
+    if num_blocks < fewest:
         raise InvalidConfig(
-            f"{source} is too small for a KV cache: it needs 2 blocks or more, of {_size(block_bytes)} each; "
+            f"{source} is too small for a KV cache: it needs {fewest} blocks or more, of {_size(block_bytes)} each; "
             "set kv_cache_memory or num_blocks"
         )
-    room = (num_blocks - 1) * config.block_size  # block 0 is never used
+    room = bisect_right(range(longest + 1), num_blocks - 1, key=blocks_for) - 1
     if longest > room:
-        need = (blocks_for_longest + 1) * block_bytes
+        need = (blocks_for(longest) + 1) * block_bytes
         text = f"{longest} tokens need a KV cache of {_size(need)}, {source} has room for {room}"
         if config.max_model_len is not None:
             raise InvalidConfig(
                 f"max_model_len {text}; lower max_model_len to {room}, or raise kv_cache_memory to {_size(need)} "
-                f"(num_blocks {blocks_for_longest + 1})"
+                f"(num_blocks {blocks_for(longest) + 1})"
             )
         logger.warning("max_model_len lowered to %d: the model's %s; kv_cache_memory sets it", room, text)
         longest = room
@@ -131,7 +140,12 @@ def size_cache(
         "KV cache: %d blocks of %d tokens, %s; max_model_len %d",
         num_blocks, config.block_size, _size(num_blocks * block_bytes), longest,
     )  # fmt: skip
-    derived = {"num_blocks": num_blocks, "max_model_len": longest, "eos_token_ids": model.eos_token_ids}
+    derived = {
+        "num_blocks": num_blocks,
+        "max_model_len": longest,
+        "kv_groups": layout.groups,
+        "eos_token_ids": model.eos_token_ids,
+    }
     same = {name: getattr(config, name) for name in SchedulerConfig.__struct_fields__ if hasattr(config, name)}
     return SchedulerConfig(**(same | derived))
 

@@ -8,8 +8,8 @@ on this side. So a backend may bring its own memory, and none of the callers imp
 depend on how many rows there are, on where the row stands among them, or on the number of threads: the bits of a
 token's result are the same alone or among many, in one chunk or several, with its context cached or computed.
 
-Plan and run are separate: `plan` is called once a step with everything the step knows of its rows, and the ops of
-all layers share what it made.
+Plan and run are separate: `plan` is called once a step, for each group of layers with block tables of its own, with
+everything the step knows of its rows; the ops of these layers share what it made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class AttentionMetadata:
     q_start: Int64  # [n]
     q_len: Int64  # [n] tokens of the segment in this step, at least 1
     context_len: Int64  # [n] tokens of the sequence once this step is written: the last position + 1
-    block_tables: Int32  # [n, most blocks of any segment]; what lies past context_len is never read
+    block_tables: (
+        Int32  # [n, most blocks of any segment]; what lies past context_len, or no window reaches, is not read
+    )
     block_size: int
 
     @property
@@ -116,7 +118,7 @@ class Ops(Protocol):
     # Attention
 
     def plan(self, metadata: AttentionMetadata) -> Plan:
-        """Prepare a step. The result is valid until the next call of `plan`."""
+        """Prepare a step, for the layers that share these block tables. The result is valid within the step."""
         ...
 
     def rotary_table(self, angles: NDArray[np.float64]) -> Tensor:

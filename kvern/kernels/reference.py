@@ -346,8 +346,10 @@ def _key_steps(
         n = int(np.searchsorted(-key_count, -step))  # tiles are sorted: those with more than `step` key tiles
         seg, pos = segment[:n, None], position[:n, :, None]
         key = (key_first[:n, None] + step) * KEY_TILE + np.arange(KEY_TILE)
-        # Past the context lies what others left in the block, maybe not even finite: read the null block there.
+        # Past the context, and left of all windows, lies what is others', maybe not even finite: read the null block.
         valid = key < m.context_len[seg]
+        if window is not None:
+            valid &= key > pos[:, 0] - window
         column = np.where(valid, key // m.block_size, 0)
         slots = np.where(valid, m.block_tables[seg, column].astype(np.int64) * m.block_size + key % m.block_size, 0)
         rows = torch.from_numpy(cache.rows(slots).reshape(-1))

@@ -42,11 +42,11 @@ class Llama:
             self.head = self.lm_head(weights)
             self.layers = [layer.result() for layer in layers]
 
-    def __call__(self, token_ids: Int32, plan: Plan, caches: Sequence[KVCache]) -> Tensor:
+    def __call__(self, token_ids: Int32, plans: Sequence[Plan], caches: Sequence[KVCache]) -> Tensor:
         """Normalised hidden states [T, hidden] of the step's tokens; writes their keys and values to `caches`."""
         x = self.embedding(token_ids)
-        rope = self.rope(plan)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        rope = self.rope(plans[0])
+        for layer, plan, cache in zip(self.layers, plans, caches, strict=True):
             x = layer(x, rope, plan, cache)
         return self.norm(x)
 

@@ -20,8 +20,9 @@ class Model(Protocol):
     config: ModelConfig
     ops: Ops
 
-    def __call__(self, token_ids: Int32, plan: Plan, caches: Sequence[KVCache]) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens; writes their keys and values to `caches`."""
+    def __call__(self, token_ids: Int32, plans: Sequence[Plan], caches: Sequence[KVCache]) -> Tensor:
+        """Hidden states [T, hidden] of the step's tokens; writes their keys and values to `caches`.
+        plans, caches: one for each layer, of which several may be the same."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -18,27 +18,29 @@ from kvern.step import SchedulerOutput
 
 class StepInputs(NamedTuple):
     token_ids: Int32  # [T]
-    metadata: AttentionMetadata
+    metadata: list[AttentionMetadata]  # one for each cache group; they differ in blocks only
     last: Int64  # [n] index of each row's last token among the T
 
 
 class InputBatch:
-    """Rows 0 .. max_num_seqs - 1. token_ids: [rows, max_model_len]; block_tables: [rows, blocks of max_model_len]."""
+    """Rows 0 .. max_num_seqs - 1. token_ids: [rows, max_model_len]; block_tables: [groups, rows, blocks of
+    max_model_len]. A block that the scheduler has taken back since stays in its table; attention does not read it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         max_blocks = -(-config.max_model_len // config.block_size)
         self.token_ids: Int32 = np.zeros((config.max_num_seqs, config.max_model_len), dtype=np.int32)
-        self.block_tables: Int32 = np.zeros((config.max_num_seqs, max_blocks), dtype=np.int32)
+        self.block_tables: Int32 = np.zeros((len(config.kv_groups), config.max_num_seqs, max_blocks), dtype=np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Fill the rows of new requests, then append new blocks. What a row held before needs no clearing: nothing
         past a row's tokens and blocks is ever read."""
         for new in output.new_requests:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
-            self.block_tables[new.row, : len(new.tables[0])] = new.tables[0]
+            self.block_tables[:, new.row, : len(new.tables[0])] = new.tables
         rows, index, blocks = output.new_blocks
-        self.block_tables[rows, index] = blocks[0]
+        if len(rows):
+            self.block_tables[:, rows, index] = blocks
 
     def append(self, rows: Int32, positions: Int32, tokens: Int32) -> None:
         """Token tokens[i] was sampled for rows[i]; it is the one at positions[i] of its sequence."""
@@ -53,15 +55,18 @@ class InputBatch:
         context_len = computed + q_len
         rows = np.repeat(output.rows, q_len)
         positions = np.arange(ends[-1]) + np.repeat(computed - starts, q_len)
-        blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
+        column, offset = np.divmod(positions, self.block_size)
         most_blocks = -(-int(context_len.max()) // self.block_size)
-        metadata = AttentionMetadata(
-            positions=positions,
-            slots=blocks * self.block_size + positions % self.block_size,
-            q_start=starts,
-            q_len=q_len,
-            context_len=context_len,
-            block_tables=self.block_tables[output.rows, :most_blocks],
-            block_size=self.block_size,
-        )
+        metadata = [
+            AttentionMetadata(
+                positions=positions,
+                slots=table[rows, column].astype(np.int64) * self.block_size + offset,
+                q_start=starts,
+                q_len=q_len,
+                context_len=context_len,
+                block_tables=table[output.rows, :most_blocks],
+                block_size=self.block_size,
+            )
+            for table in self.block_tables
+        ]
         return StepInputs(self.token_ids[rows, positions], metadata, ends - 1)

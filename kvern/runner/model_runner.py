@@ -19,6 +19,7 @@ import numpy as np
 from kvern.config import SchedulerConfig
 from kvern.kernels.ops import Float32, Int32, Int64, KVCache, Tensor
 from kvern.models.registry import Model
+from kvern.runner.cache_layout import cache_layout
 from kvern.runner.input_batch import InputBatch, StepInputs
 from kvern.sampling.sampler import Sampler
 from kvern.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
@@ -40,9 +41,13 @@ class ModelRunner:
         self.model = model
         self.ops = model.ops
         shape = model.config
-        self.caches: list[KVCache] = self.ops.allocate_kv_cache(
-            shape.num_layers, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
+        self.layout = cache_layout(shape)
+        if config.kv_groups != self.layout.groups:
+            raise ValueError(f"the model's cache groups are {self.layout.groups}, not {config.kv_groups}")
+        self.slots: list[KVCache] = self.ops.allocate_kv_cache(
+            self.layout.num_slots, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
         )
+        self.caches = [self.slots[slot] for slot in self.layout.slot_of]  # of each layer
         self.batch = InputBatch(config)
         self.sampler = Sampler(shape.vocab_size, config.eos_token_ids)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
@@ -53,7 +58,8 @@ class ModelRunner:
         if output.empty:
             return ModelRunnerOutput.nothing()
         inputs = self.batch.prepare(output)
-        hidden = self.model(inputs.token_ids, self.ops.plan(inputs.metadata), self.caches)
+        plans = [self.ops.plan(metadata) for metadata in inputs.metadata]
+        hidden = self.model(inputs.token_ids, [plans[group] for group in self.layout.group_of], self.caches)
         n = len(output.rows)
         result = ModelRunnerOutput(np.zeros((n, 1), dtype=np.int32), np.zeros(n, dtype=np.int32))
         if self._prompt_logprobs:
@@ -69,9 +75,9 @@ class ModelRunner:
             raise ValueError("this executor has no host tier to swap blocks with")
         if output.blocks_to_copy:
             source, destination = np.array(output.blocks_to_copy, dtype=np.int64).T.copy()
-            self.ops.copy_blocks(self.caches, source, destination)
+            self.ops.copy_blocks(self.slots, source, destination)
         if output.blocks_to_zero:
-            self.ops.zero_blocks(self.caches, np.array(output.blocks_to_zero, dtype=np.int64))
+            self.ops.zero_blocks(self.slots, np.array(output.blocks_to_zero, dtype=np.int64))
         self.batch.apply(output)
         for new in output.new_requests:
             self._add(new)
@@ -120,7 +126,7 @@ class ModelRunner:
             entries: list[TokenLogprobs] = []
             for start in range(first, end, _LOGITS_ROWS):
                 positions = np.arange(start, min(start + _LOGITS_ROWS, end))
-                logits = self._logits(hidden, inputs.metadata.q_start[i] + positions - first)
+                logits = self._logits(hidden, inputs.metadata[0].q_start[i] + positions - first)
                 if not np.isfinite(logits.max(axis=1)).all():
                     result.errors[row] = "the model's logits over the prompt are not finite"
                     break

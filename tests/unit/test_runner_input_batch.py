@@ -35,7 +35,7 @@ def test_a_mixed_step(batch):
     step = output([0, 3], [2, 5], [1, 5])
     inputs = batch.prepare(step)
     assert inputs.token_ids.tolist() == [52, 105, 106, 107, 108, 109]
-    m = inputs.metadata
+    (m,) = inputs.metadata
     assert m.positions.tolist() == [2, 5, 6, 7, 8, 9]
     assert m.slots.tolist() == [4 * 4 + 2, 8 * 4 + 1, 8 * 4 + 2, 8 * 4 + 3, 9 * 4, 9 * 4 + 1]
     assert m.q_start.tolist() == [0, 1]
@@ -59,18 +59,18 @@ def test_blocks_are_appended_after_new_requests_are_filled(batch):
             new_blocks=NewBlocks(int32(1), int32(2), int32(6)[None]),
         )
     )
-    assert batch.block_tables[1, :3].tolist() == [2, 3, 6]
+    assert batch.block_tables[0, 1, :3].tolist() == [2, 3, 6]
 
 
 def test_several_blocks_of_several_rows(batch):
     batch.apply(output([], [], [], new_requests=[entering(r, [1], [r + 1]) for r in range(3)]))
     batch.apply(output([], [], [], new_blocks=NewBlocks(int32(2, 0, 2), int32(1, 1, 2), int32(10, 11, 12)[None])))
-    assert batch.block_tables[:3, :3].tolist() == [[1, 11, 0], [2, 0, 0], [3, 10, 12]]
+    assert batch.block_tables[0, :3, :3].tolist() == [[1, 11, 0], [2, 0, 0], [3, 10, 12]]
 
 
 def test_the_last_position_of_the_longest_request(batch):
     batch.apply(output([], [], [], new_requests=[entering(0, range(17), [1, 2, 3, 4, 5])]))
     inputs = batch.prepare(output([0], [16], [1]))
-    assert inputs.metadata.slots.tolist() == [5 * 4]
+    assert inputs.metadata[0].slots.tolist() == [5 * 4]
     batch.append(int32(0), int32(17), int32(99))
     assert batch.token_ids[0].tolist() == [*range(17), 99]
