@@ -297,6 +297,8 @@ class AsyncClient:
         priority: int = 0,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> RequestStream:
         """Validate, tokenize (long texts in a thread) and admit one prompt: `stream = await client.generate(...)`.
 
@@ -310,6 +312,8 @@ class AsyncClient:
             "priority": priority,
             "tenant": tenant,
             "cache_salt": cache_salt,
+            "ttft_target": ttft_target,
+            "tpot_target": tpot_target,
         }
         if isinstance(prompt, str) and len(prompt) > _INLINE_CHARACTERS:
             children = await self.in_thread(self.input_processor.process, request_id, prompt, sampling, **options)

@@ -91,6 +91,9 @@ class EngineCore:
             priority=add.priority,
             tenant=add.tenant,
             cache_salt=add.cache_salt,
+            fork_of=add.fork_of,
+            ttft_target=add.ttft_target,
+            tpot_target=add.tpot_target,
         )
         self.scheduler.add_request(request)
         self._without_token[request.id] = request

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any, NoReturn
 
 import msgspec
@@ -58,18 +59,22 @@ class InputProcessor:
         priority: int = 0,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> list[AddRequest]:
         """The requests for the engine, one per completion: `sampling.n` of them. Raises InvalidRequest.
 
-        Their ids are `request_id` itself when n is 1, else `{request_id}_{index}`. max_tokens None becomes what
-        is left of max_model_len, and a larger one is cut to it. Only the first completion asks for prompt
-        logprobs. arrival_time: now, on the clock given at construction, if not given.
+        Their ids are `request_id` itself when n is 1, else `{request_id}_{index}`; all but the first are forks of
+        the first. max_tokens None becomes what is left of max_model_len, and a larger one is cut to it. Only the
+        first completion asks for prompt logprobs. arrival_time: now, on the clock given at construction, if not given.
         """
         if arrival_time is None:
             arrival_time = self._clock.now()
         _check_priority(priority)
         _check_name(tenant, "tenant")
         _check_name(cache_salt, "cache_salt")
+        _check_target(ttft_target, "ttft_target")
+        _check_target(tpot_target, "tpot_target")
         sampling.check_vocabulary(self.vocab_size)
         token_ids = self.tokenize(prompt)
         sampling = self._resolve(sampling, len(token_ids))
@@ -82,6 +87,9 @@ class InputProcessor:
                 priority=priority,
                 tenant=tenant,
                 cache_salt=cache_salt,
+                fork_of=f"{request_id}_0" if index else None,
+                ttft_target=ttft_target,
+                tpot_target=tpot_target,
             )
             for index in range(sampling.n)
         ]
@@ -173,6 +181,12 @@ def _child(sampling: SamplingParams, index: int) -> SamplingParams:
 def _check_priority(priority: Any) -> None:
     if type(priority) is not int or not -_INT32 <= priority < _INT32:
         raise InvalidRequest(f"priority must be an integer of 32 bits, got {priority!r:.100}", "priority")
+
+
+def _check_target(seconds: Any, param: str) -> None:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (number and math.isfinite(seconds) and seconds > 0):
+        raise InvalidRequest(f"{param} must be a number of seconds above 0, got {seconds!r:.100}", param)
 
 
 def _check_name(name: Any, param: str) -> None:

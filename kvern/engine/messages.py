@@ -23,7 +23,9 @@ class EngineDeadError(RuntimeError):
 
 
 class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
-    """A validated request for one completion (n > 1 is several of these). arrival_time is on the monotonic clock."""
+    """A validated request for one completion (n > 1 is several of these). arrival_time is on the monotonic clock.
+
+    fork_of: id of an earlier AddRequest with the same prompt, which is then computed once. Targets in seconds."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -32,6 +34,9 @@ class AddRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=True):
     priority: int = 0
     tenant: str | None = None
     cache_salt: str | None = None
+    fork_of: str | None = None
+    ttft_target: float | None = None
+    tpot_target: float | None = None
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
