@@ -29,7 +29,7 @@ format: $(VENV)/.developer
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed  ## time the scheduler alone
-	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+	$(BIN)/kvern bench scheduler $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from kvern import __version__
-from kvern.cli import chat, generate, models, serve
+from kvern.cli import bench, chat, generate, models, serve
 from kvern.cli.options import Parser, did_you_mean, fail, normalize
 from kvern.config import InvalidConfig
 
-_COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "models": models}
+_COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "models": models, "bench": bench}
 
 
 def build_parser() -> Parser:

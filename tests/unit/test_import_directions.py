@@ -23,7 +23,7 @@ FLOORS = [
     ["executor"],
     ["testing"],
     ["engine"],
-    ["llm", "server"],
+    ["llm", "server", "bench"],
     ["cli"],
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

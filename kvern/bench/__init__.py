@@ -1,0 +1,1 @@
+"""Benchmarks that come with the package: `kvern bench ...`."""
