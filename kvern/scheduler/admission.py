@@ -14,6 +14,7 @@ from kvern.cache.block_pool import NULL_BLOCK
 from kvern.cache.kv_cache_manager import CacheHit
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.scheduler.state import SchedulerState
+from kvern.scheduler.view import Explanation
 from kvern.step import Int32
 
 # How many requests one step looks past that cannot be admitted while others behind them may: bounds the walk.
@@ -388,6 +389,38 @@ class Admission:
     def waiting_by_reason(self) -> dict[BlockedBy, int]:
         """How many wait for what. Costs by how many the last step looked at, not by how many wait."""
         state, counts = self.state, dict[BlockedBy, int]()
+
+    def explain(self, request: Request) -> Explanation | None:
+        """The numbers behind blocked_by(). Changes nothing."""
+        state, reason = self.state, self.blocked_by(request)
+        if reason is None:
+            return None
+        rank = before = 0
+        for queue in (state.transfers.arrived, state.swapped, state.waiting):
+            place = queue.place_of(request)
+            if place is not None:
+                rank = before + place
+                break
+            before += queue.num_ready
+        sibling = self._sibling(request) if self._waits_for_sibling(request) else None
+        return Explanation(
+            reason,
+            rank=None if place is None else rank,
+            blocks_short=max(0, self._blocks_needed(request) - self._admissible_blocks()),
+            overtaken_by=request.num_bypassed,
+            waits_for=None if sibling is None else sibling.id,
+            policy=state.policy.explain(request.info),
+        )
+
+    def _blocks_needed(self, request: Request) -> int:
+        """Blocks that must be free for a waiting request to be admitted."""
+        cache, num_tokens = self.state.cache, request.num_tokens
+        if request.host_tables or request.tables is not None:  # what it has, or brings along, is not cached
+            tables = request.host_tables or request.tables.tolist()
+            missing = len(tables) * (-(-num_tokens // cache.block_size) - len(tables[0]))
+            return missing + sum(len(table) - table.count(NULL_BLOCK) for table in request.host_tables)
+        hit = cache.lookup(request) if self._waits_for_sibling(request) else self._find_hit(request)
+        return cache.cost(hit, num_tokens)
 
         def add(reason: BlockedBy, count: int) -> None:
             if count:

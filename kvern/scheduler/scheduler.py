@@ -96,7 +96,9 @@ class Scheduler:
 
     def set_policy(self, name: str, options: Mapping[str, Any] | None = None) -> None:
         """Another policy from the next step on; running requests go on running. Raises InvalidConfig."""
-        self.state.set_policy(GuardedPolicy(make_policy(name, options)))
+        guard = GuardedPolicy(make_policy(name, options))
+        guard.num_errors = self.state.policy.num_errors  # a total
+        self.state.set_policy(guard)
 
     def set_preemption_costs(self, copy_block: float, compute_token: float) -> None:
         """Measured seconds to copy a block between device and host, and to compute a prompt token: what
@@ -246,6 +248,11 @@ class Scheduler:
         return self.state.stats
 
     @property
+    def policy(self) -> GuardedPolicy:
+        """The policy in use, and how it fares."""
+        return self.state.policy
+
+    @property
     def num_running(self) -> int:
         return len(self.state.batch)
 
@@ -271,7 +278,7 @@ class Scheduler:
 
     def view(self, request: Request) -> RequestView:
         """The present state of a request, live or ended, as plain data."""
-        return view_of(request, self.state.batch, self.admission.blocked_by(request))
+        return view_of(request, self.state.batch, self.admission.explain(request))
 
     def check_invariants(self) -> None:
         """Raise AssertionError, with what is wrong, if the state contradicts itself. O(everything)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvern.request import BlockedBy, Request, RequestStatus
@@ -9,10 +10,36 @@ from kvern.scheduler.running_batch import RunningBatch
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a request waits, in numbers. `str()` says it in words."""
+
+    reason: BlockedBy
+    rank: int | None  # its place in the order in which waiting requests are tried, 0 = next; None: not in line
+    blocks_short: int  # blocks it needs beyond those it could have now; 0 if there are enough
+    overtaken_by: int  # requests admitted before it while it was short of blocks
+    waits_for: str | None = None  # the sibling whose prompt it shares
+    policy: Mapping[str, float] | None = None  # where it stands with the policy, in the policy's own terms
+
+    def __str__(self) -> str:
+        parts = [self.reason.value]
+        if self.rank is not None:
+            parts.append("next in line" if self.rank == 0 else f"{self.rank} before it")
+        if self.blocks_short:
+            parts.append(f"short of {self.blocks_short} blocks")
+        if self.overtaken_by:
+            parts.append(f"overtaken by {self.overtaken_by}")
+        if self.waits_for is not None:
+            parts.append(f"waits for the prompt of {self.waits_for}")
+        parts += [f"{name} {value:g}" for name, value in (self.policy or {}).items()]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     id: str
     status: RequestStatus
     blocked_by: BlockedBy | None
+    explanation: Explanation | None  # of a request that waits
     priority: int
     tenant: str | None
     arrival_time: float
@@ -26,7 +53,7 @@ class RequestView:
     error: str | None
 
 
-def view_of(request: Request, batch: RunningBatch, blocked_by: BlockedBy | None) -> RequestView:
+def view_of(request: Request, batch: RunningBatch, explanation: Explanation | None) -> RequestView:
     row = request.row
     if row >= 0:
         tokens, table = batch.tokens_of(row), batch.tables_of(row)[0].tolist()
@@ -36,7 +63,8 @@ def view_of(request: Request, batch: RunningBatch, blocked_by: BlockedBy | None)
     return RequestView(
         id=request.id,
         status=request.status,
-        blocked_by=blocked_by,
+        blocked_by=explanation.reason if explanation is not None else None,
+        explanation=explanation,
         priority=request.priority,
         tenant=request.tenant,
         arrival_time=request.arrival_time,

@@ -47,6 +47,11 @@ class WaitingQueue:
         """The ready request at `place`, 0 = the head."""
         return self._entries[place][1]
 
+    def place_of(self, request: Request) -> int | None:
+        """Its place among the ready ones; None if it is parked or not here."""
+        key = self._keys.get(request.id)
+        return None if key is None else bisect_left(self._entries, key, key=_key)
+
     def is_parked(self, request: Request) -> bool:
         return request.id in self._parked
 

@@ -7,7 +7,7 @@ from here. A policy that raises is reported, and the step at hand is planned fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -155,3 +155,7 @@ class Policy:
 
     def on_finish(self, request: RequestInfo, now: float) -> None:
         """A request has ended, for whatever reason."""
+
+    def explain(self, request: RequestInfo, now: float) -> Mapping[str, float]:
+        """Numbers that say where `request` stands with this policy: for people who ask why it waits."""
+        return {}

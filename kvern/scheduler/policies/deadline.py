@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvern.scheduler.policies.base import Policy, RequestInfo
@@ -42,3 +43,6 @@ class Deadline(Policy):
             return None
         slack = self.slack(request, now)
         return f"its first token would be {-slack:.3f} s late" if slack < 0 else None
+
+    def explain(self, request: RequestInfo, now: float) -> Mapping[str, float]:
+        return {"slack": self.slack(request, now)}

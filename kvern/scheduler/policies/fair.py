@@ -56,3 +56,8 @@ class Fair(Policy):
 
     def on_finish(self, request: RequestInfo, now: float) -> None:
         self._live[request.tenant] -= 1
+
+    def explain(self, request: RequestInfo, now: float) -> Mapping[str, float]:
+        lowest = min(self.counters[tenant] for tenant, live in self._live.items() if live)
+        counter = self.counters[request.tenant]
+        return {"counter": counter, "lowest_counter": lowest, "ahead_by": counter - lowest}

@@ -21,6 +21,7 @@ class GuardedPolicy:
         self.failed = False  # in this step
         self.num_errors = 0
         self.last_error: str | None = None
+        self.failures: dict[str, int] = {}  # "hook: exception class" -> how often
         hooks = type(policy)
         # Hooks that are left at their default need not be called for every request.
         self.picks_victims = hooks.pick_victim is not Policy.pick_victim
@@ -46,13 +47,13 @@ class GuardedPolicy:
         parts = rank if isinstance(rank, tuple) else (rank,)
         if all(isinstance(part, (int, float)) and part == part for part in parts):
             return parts
-        self.report(TypeError(f"rank must be a number or a tuple of numbers, got {rank!r}"))
+        self.report("rank", TypeError(f"rank must be a number or a tuple of numbers, got {rank!r}"))
         return ()
 
     def pick_victim(self, running: Sequence[RequestInfo]) -> RequestInfo:
         victim: RequestInfo = self._call(running[-1], self.policy.pick_victim, running, self.now)
         if not any(victim is request for request in running):
-            self.report(ValueError(f"pick_victim returned {victim!r}, which does not run"))
+            self.report("pick_victim", ValueError(f"pick_victim returned {victim!r}, which does not run"))
             return running[-1]
         return victim
 
@@ -77,11 +78,20 @@ class GuardedPolicy:
     def on_finish(self, request: RequestInfo) -> None:
         self._call(None, self.policy.on_finish, request, self.now, always=True)
 
-    def report(self, error: Exception) -> None:
+    def explain(self, request: RequestInfo) -> dict[str, float]:
+        """What the policy says of a request. Asked between steps: a failure here decides nothing."""
+        try:
+            return {name: float(value) for name, value in self.policy.explain(request, self.now).items()}
+        except Exception:
+            return {}
+
+    def report(self, hook: str, error: Exception) -> None:
         """Note a failure; the rest of this step does without the policy."""
         self.failed = True
         self.num_errors += 1
-        self.last_error = f"{type(error).__name__}: {error}"
+        kind = f"{hook}: {type(error).__name__}"
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+        self.last_error = f"{kind}: {error}"
 
     def _call(self, default: Any, hook: Callable[..., Any], *arguments: Any, always: bool = False) -> Any:
         if self.failed and not always:
@@ -89,5 +99,5 @@ class GuardedPolicy:
         try:
             return hook(*arguments)
         except Exception as error:
-            self.report(error)
+            self.report(hook.__name__, error)
             return default
