@@ -68,9 +68,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     enable_chunked_prefill: Annotated[
         bool, Meta(description="let a prompt be computed in pieces; without, it must fit into one step")
     ] = True
-    preemption: Annotated[Literal["recompute"], Meta(description="what happens to a preempted request's cache")] = (
-        "recompute"
-    )
+    preemption: Annotated[
+        Literal["recompute", "swap", "auto"],
+        Meta(description="a preempted request's cache is computed again, kept on the host, or whichever is faster"),
+    ] = "recompute"
     max_bypass: Annotated[
         int, Meta(ge=0, description="how many requests may overtake one that lacks blocks; 0: none, strict order")
     ] = 0
@@ -86,6 +87,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_cache_memory: Annotated[
         str | None, Meta(description="size of the KV cache, as 2GiB or 512MiB; default: from the memory that is free")
     ] = None
+    kv_host_memory: Annotated[
+        str | None, Meta(description="size of the host's part of the KV cache, for preemption swap and auto")
+    ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="share blocks of equal prefixes")] = True
 
     check_invariants: Annotated[bool, Meta(description="check the scheduler's state after every step (slow)")] = False
@@ -98,6 +102,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        if self.kv_host_memory is not None:
+            parse_bytes(self.kv_host_memory, "kv_host_memory")
 
 
 class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -120,7 +126,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
 class ModelConfig(msgspec.Struct, kw_only=True, frozen=True):
     """A decoder-only transformer as its checkpoint describes it. Sizes in elements."""
 
-    architecture: str  # llama, qwen2, qwen3, mistral: the name of a file in kvern/models
+    architecture: str  # llama, qwen2, gemma3, ...: the name of a file in kvern/models
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -132,6 +138,8 @@ class ModelConfig(msgspec.Struct, kw_only=True, frozen=True):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None  # as in Hugging Face's config.json
+    local_rope_theta: float | None = None  # of layers with a window, unscaled, where they have one of their own
+    query_pre_attn_scalar: float | None = None  # queries are divided by its root; None: by that of head_dim
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     sliding_window: int | None = None  # how many tokens a layer sees, the present one included; None: all

@@ -246,5 +246,11 @@ def load_core(config: EngineConfig) -> tuple[EngineCore, ModelConfig]:
         from kvern.testing.faults import RandomPreemption
 
         before_step = RandomPreemption(config.preempt_probability, config.seed).before_step
-    core = EngineCore(executor, Scheduler(limits), check_invariants=config.check_invariants, before_step=before_step)
+    scheduler = Scheduler(limits)
+    if config.preemption == "auto":
+        costs = executor.costs()
+        if costs is not None:
+            scheduler.set_preemption_costs(*costs)
+            logger.info("preemption: %.1f us to copy a block, %.1f us to compute a token", *(1e6 * c for c in costs))
+    core = EngineCore(executor, scheduler, check_invariants=config.check_invariants, before_step=before_step)
     return core, model_config

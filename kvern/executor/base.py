@@ -15,6 +15,11 @@ class Executor(Protocol):
         for every output with `has_work`."""
         ...
 
+    def costs(self) -> tuple[float, float] | None:
+        """Measured seconds to copy a block between device and host, and to compute a prompt token; None if there is
+        no host to copy to. Called before the first step, if at all."""
+        ...
+
     def shutdown(self) -> None:
         """Release what is held. Idempotent."""
         ...

@@ -12,6 +12,7 @@ from kvern.executor.base import Executor
 from kvern.executor.machine import available_memory, usable_cores
 from kvern.layers.weights import Progress
 from kvern.runner.cache_layout import cache_layout
+from kvern.runner.costs import measure_costs
 from kvern.runner.model_runner import ModelRunner
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.weights.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +36,9 @@ class InlineExecutor:
         if self._runner is None:
             raise RuntimeError("the executor was shut down")
         return self._runner.execute(output)
+
+    def costs(self) -> tuple[float, float] | None:
+        return None if self._runner is None else measure_costs(self._runner)
 
     def shutdown(self) -> None:
         self._runner = None
@@ -142,12 +146,31 @@ def size_cache(
     )  # fmt: skip
     derived = {
         "num_blocks": num_blocks,
+        "host_blocks": _host_blocks(config, block_bytes, free_memory - num_blocks * block_bytes),
         "max_model_len": longest,
         "kv_groups": layout.groups,
         "eos_token_ids": model.eos_token_ids,
     }
     same = {name: getattr(config, name) for name in SchedulerConfig.__struct_fields__ if hasattr(config, name)}
     return SchedulerConfig(**(same | derived))
+
+
+def _host_blocks(config: EngineConfig, block_bytes: int, free_memory: int) -> int:
+    """Blocks of the host's part of the cache. Raises InvalidConfig."""
+    if config.kv_host_memory is None:
+        if config.preemption != "recompute":
+            raise InvalidConfig(f"preemption {config.preemption} needs room to swap to; set kv_host_memory")
+        return 0
+    size = parse_bytes(config.kv_host_memory, "kv_host_memory")
+    if config.preemption == "recompute":
+        raise InvalidConfig("kv_host_memory is used by preemption swap and auto only, and preemption is recompute")
+    if size > free_memory:
+        raise InvalidConfig(
+            f"kv_host_memory {config.kv_host_memory} is more than the {_size(free_memory)} that are free"
+        )
+    if size < block_bytes:
+        raise InvalidConfig(f"kv_host_memory {config.kv_host_memory} is less than one block, {_size(block_bytes)}")
+    return size // block_bytes
 
 
 def _size(num_bytes: int) -> str:

@@ -76,8 +76,11 @@ class Ops(Protocol):
         """A zeroed cache, one handle per layer. Block 0 is the null block: no op writes to it."""
         ...
 
-    def copy_blocks(self, caches: Sequence[KVCache], source: Int64, destination: Int64) -> None:
-        """Copy blocks source[i] to destination[i] in all layers. All sources are read before any is written."""
+    def copy_blocks(
+        self, source: Sequence[KVCache], destination: Sequence[KVCache], from_blocks: Int64, to_blocks: Int64
+    ) -> None:
+        """Copy blocks from_blocks[i] of each cache of `source` to blocks to_blocks[i] of the same one of `destination`,
+        which may be `source`. All are read before any is written."""
         ...
 
     def zero_blocks(self, caches: Sequence[KVCache], blocks: Int64) -> None: ...
@@ -106,13 +109,22 @@ class Ops(Protocol):
 
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over groups of len(weight) columns (Zhang and Sennrich 2019):
-        with x [T, hidden] over the hidden state, with x [T, heads * head_dim] over each head."""
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times a number, which is rounded to `dtype` first."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * (weight + offset) over groups of len(weight) columns (Zhang and Sennrich 2019):
+        with x [T, hidden] over the hidden state, with x [T, heads * head_dim] over each head. With an offset, all of
+        it is computed in float32; without, what is multiplied by the weight has been rounded to `dtype`."""
         ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """SwiGLU's gate (Shazeer 2020): silu(a) * b with a, b the halves of x [T, 2 * n] -> [T, n]."""
+        ...
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """GeGLU's gate, with GELU as Hendrycks and Gimpel (2016) approximate it by tanh."""
         ...
 
     # Attention

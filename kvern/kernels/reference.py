@@ -161,10 +161,12 @@ class ReferenceOps:
         arena = torch.from_numpy(memory).view(self._dtype).view(shape)
         return [LayerCache(layer) for layer in arena]
 
-    def copy_blocks(self, caches: Sequence[LayerCache], source: Int64, destination: Int64) -> None:
-        src, dst = torch.from_numpy(source), torch.from_numpy(destination)
-        for cache in caches:
-            cache.arena[:, dst] = cache.arena[:, src]
+    def copy_blocks(
+        self, source: Sequence[LayerCache], destination: Sequence[LayerCache], from_blocks: Int64, to_blocks: Int64
+    ) -> None:
+        there, here = torch.from_numpy(from_blocks), torch.from_numpy(to_blocks)
+        for theirs, ours in zip(source, destination, strict=True):
+            ours.arena[:, here] = theirs.arena[:, there]
 
     def zero_blocks(self, caches: Sequence[LayerCache], blocks: Int64) -> None:
         index = torch.from_numpy(blocks)
@@ -205,15 +207,27 @@ class ReferenceOps:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * torch.tensor(factor, dtype=self._dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         groups = x.float().reshape(-1, len(weight))
         mean = (groups * groups).sum(-1, keepdim=True) / len(weight)
-        normed = (groups / torch.sqrt(mean + eps)).to(self._dtype)
-        return (normed * weight).view(x.shape)
+        normed = groups / torch.sqrt(mean + eps)
+        if offset:
+            return (normed * (weight.float() + offset)).to(self._dtype).view(x.shape)
+        return (normed.to(self._dtype) * weight).view(x.shape)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         a, b = x.float().chunk(2, dim=-1)
         gate = torch.exp(-a)
+        gate += 1
+        return (a / gate * b).to(self._dtype)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.float().chunk(2, dim=-1)
+        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)).
+        gate = torch.exp((a + a * a * a * 0.044715) * (-2 * math.sqrt(2 / math.pi)))
         gate += 1
         return (a / gate * b).to(self._dtype)
 

@@ -11,7 +11,8 @@ class Attention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
     qkv: one layer that gives queries, keys and values side by side. q_norm, k_norm: normalise each head before it is
-    rotated, where a model has them. window: how many tokens back a token sees, itself included; None: all.
+    rotated, where a model has them. scale: of the products of queries and keys. window: how many tokens a token sees,
+    itself included; None: all.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class Attention:
         head_dim: int,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        scale: float,
         window: int | None = None,
     ) -> None:
         self.ops = qkv.ops
@@ -32,7 +34,7 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        self.scale = head_dim**-0.5
+        self.scale = scale
         self.window = window
 
     def __call__(self, x: Tensor, rope: RotaryFactors, plan: Plan, cache: KVCache) -> Tensor:

@@ -20,10 +20,12 @@ _LOADING_THREADS = 4
 
 
 class Llama:
-    """A decoder-only transformer. Descendants override `attention`.
+    """A decoder-only transformer. Descendants override what they do differently, `attention` most of all.
 
     max_model_len: the positions it is prepared for.
     """
+
+    norm_offset = 0.0  # see Ops.rms_norm
 
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self.config = config
@@ -35,9 +37,10 @@ class Llama:
                 Embedding.load, weights, "model.embed_tokens", config.vocab_size, config.hidden_size
             )
             layers = [
-                pool.submit(self.decoder_layer, weights.below(f"model.layers.{i}")) for i in range(config.num_layers)
+                pool.submit(self.decoder_layer, weights.below(f"model.layers.{i}"), window)
+                for i, window in enumerate(config.windows)
             ]
-            self.norm = RMSNorm.load(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+            self.norm = self.rms_norm(weights, "model.norm", config.hidden_size)
             self.embedding = embedding.result()
             self.head = self.lm_head(weights)
             self.layers = [layer.result() for layer in layers]
@@ -54,34 +57,39 @@ class Llama:
         """[n, hidden] -> [n, vocab]."""
         return self.head(hidden)
 
-    def decoder_layer(self, weights: Weights) -> DecoderLayer:
+    def decoder_layer(self, weights: Weights, window: int | None) -> DecoderLayer:
+        """window: how many tokens this layer sees, the present one included; None: all."""
         config = self.config
         return DecoderLayer(
-            RMSNorm.load(weights, "input_layernorm", config.hidden_size, config.rms_norm_eps),
-            self.attention(weights.below("self_attn")),
-            RMSNorm.load(weights, "post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
+            self.rms_norm(weights, "input_layernorm", config.hidden_size),
+            self.attention(weights.below("self_attn"), window),
+            self.rms_norm(weights, "post_attention_layernorm", config.hidden_size),
             GatedMLP.load(weights.below("mlp"), config.hidden_size, config.intermediate_size),
         )
 
-    def attention(self, weights: Weights) -> Attention:
+    def attention(self, weights: Weights, window: int | None) -> Attention:
         bias = self.config.attention_bias
-        return self.make_attention(weights, qkv_bias=bias, out_bias=bias)
+        return self.make_attention(weights, window, qkv_bias=bias, out_bias=bias)
 
     def lm_head(self, weights: Weights) -> Linear:
         if self.config.tie_word_embeddings:
             return self.embedding.as_head()
         return Linear.load(weights, self.config.hidden_size, {"lm_head": self.config.vocab_size})
 
+    def rms_norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
+        return RMSNorm.load(weights, name, size, self.config.rms_norm_eps, self.norm_offset)
+
     def make_attention(
         self,
         weights: Weights,
+        window: int | None,
         *,
         qkv_bias: bool,
         out_bias: bool,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        qk_norm: bool = False,
     ) -> Attention:
-        """Attention as the configuration describes it, with what the architecture adds."""
+        """Attention as the configuration describes it, with what the architecture adds: biases, and norms of each
+        head of queries and keys."""
         config = self.config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -91,7 +99,8 @@ class Llama:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            window=config.sliding_window,
+            q_norm=self.rms_norm(weights, "q_norm", config.head_dim) if qk_norm else None,
+            k_norm=self.rms_norm(weights, "k_norm", config.head_dim) if qk_norm else None,
+            scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+            window=window,
         )

@@ -8,5 +8,5 @@ from kvern.models.llama import Llama
 
 
 class Qwen2(Llama):
-    def attention(self, weights: Weights) -> Attention:
-        return self.make_attention(weights, qkv_bias=True, out_bias=False)
+    def attention(self, weights: Weights, window: int | None) -> Attention:
+        return self.make_attention(weights, window, qkv_bias=True, out_bias=False)

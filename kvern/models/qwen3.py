@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from kvern.layers.attention import Attention
-from kvern.layers.norm import RMSNorm
 from kvern.layers.weights import Weights
 from kvern.models.llama import Llama
 
 
 class Qwen3(Llama):
-    def attention(self, weights: Weights) -> Attention:
-        config = self.config
-        return self.make_attention(
-            weights,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            q_norm=RMSNorm.load(weights, "q_norm", config.head_dim, config.rms_norm_eps),
-            k_norm=RMSNorm.load(weights, "k_norm", config.head_dim, config.rms_norm_eps),
-        )
+    def attention(self, weights: Weights, window: int | None) -> Attention:
+        bias = self.config.attention_bias
+        return self.make_attention(weights, window, qkv_bias=bias, out_bias=bias, qk_norm=True)

@@ -11,7 +11,7 @@ from kvern.kernels.ops import Int32, KVCache, Ops, Plan, Tensor
 from kvern.layers.weights import Progress, Weights
 from kvern.weights.checkpoint import Checkpoint
 
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES = {"gemma3": "Gemma3", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 class Model(Protocol):

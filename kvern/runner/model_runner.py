@@ -2,7 +2,7 @@
 
 Order of side effects in `execute`, as kvern.step fixes it:
   1. rows that ended or were preempted are forgotten by the sampler;
-  2. blocks are copied and zeroed in the cache;
+  2. blocks are moved: see kvern.runner.block_moves;
   3. new requests fill their rows, new blocks are appended;
   4. the model writes keys and values of the step's tokens, layer by layer;
   5. sampled tokens are appended to their rows: the next step reads them from there.
@@ -12,13 +12,15 @@ A row whose logits are not finite fails alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvern.config import SchedulerConfig
-from kvern.kernels.ops import Float32, Int32, Int64, KVCache, Tensor
+from kvern.kernels.ops import AttentionMetadata, Float32, Int32, Int64, KVCache, Tensor
 from kvern.models.registry import Model
+from kvern.runner.block_moves import BlockMover
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.input_batch import InputBatch, StepInputs
 from kvern.sampling.sampler import Sampler
@@ -40,14 +42,14 @@ class ModelRunner:
     def __init__(self, model: Model, config: SchedulerConfig) -> None:
         self.model = model
         self.ops = model.ops
+        self.config = config
         shape = model.config
         self.layout = cache_layout(shape)
         if config.kv_groups != self.layout.groups:
             raise ValueError(f"the model's cache groups are {self.layout.groups}, not {config.kv_groups}")
-        self.slots: list[KVCache] = self.ops.allocate_kv_cache(
-            self.layout.num_slots, config.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
-        )
-        self.caches = [self.slots[slot] for slot in self.layout.slot_of]  # of each layer
+        slots = self._allocate(config.num_blocks)
+        self.mover = BlockMover(self.ops, slots, self._allocate(config.host_blocks + 1) if config.host_blocks else [])
+        self.caches = [slots[slot] for slot in self.layout.slot_of]  # of each layer
         self.batch = InputBatch(config)
         self.sampler = Sampler(shape.vocab_size, config.eos_token_ids)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
@@ -58,8 +60,7 @@ class ModelRunner:
         if output.empty:
             return ModelRunnerOutput.nothing()
         inputs = self.batch.prepare(output)
-        plans = [self.ops.plan(metadata) for metadata in inputs.metadata]
-        hidden = self.model(inputs.token_ids, [plans[group] for group in self.layout.group_of], self.caches)
+        hidden = self.compute(inputs.token_ids, inputs.metadata)
         n = len(output.rows)
         result = ModelRunnerOutput(np.zeros((n, 1), dtype=np.int32), np.zeros(n, dtype=np.int32))
         if self._prompt_logprobs:
@@ -67,17 +68,23 @@ class ModelRunner:
         self._sample(output, inputs, hidden, result)
         return result
 
+    def compute(self, token_ids: Int32, metadata: Sequence[AttentionMetadata]) -> Tensor:
+        """Hidden states [T, hidden] of these tokens; writes their keys and values. metadata: one per cache group."""
+        plans = [self.ops.plan(m) for m in metadata]
+        return self.model(token_ids, [plans[group] for group in self.layout.group_of], self.caches)
+
+    def _allocate(self, num_blocks: int) -> list[KVCache]:
+        """One cache per slot of the layout."""
+        config, shape = self.config, self.model.config
+        return self.ops.allocate_kv_cache(
+            self.layout.num_slots, num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
+        )
+
     def _apply(self, output: SchedulerOutput) -> None:
         for row in (*output.finished_rows, *output.preempted_rows):
             self.sampler.remove_row(row)
             self._prompt_logprobs.pop(row, None)
-        if output.blocks_to_swap_out or output.blocks_to_swap_in:
-            raise ValueError("this executor has no host tier to swap blocks with")
-        if output.blocks_to_copy:
-            source, destination = np.array(output.blocks_to_copy, dtype=np.int64).T.copy()
-            self.ops.copy_blocks(self.slots, source, destination)
-        if output.blocks_to_zero:
-            self.ops.zero_blocks(self.slots, np.array(output.blocks_to_zero, dtype=np.int64))
+        self.mover.apply(output)
         self.batch.apply(output)
         for new in output.new_requests:
             self._add(new)

@@ -97,5 +97,8 @@ class FaultyExecutor:
                     result.count[i] = 0
         return result
 
+    def costs(self) -> tuple[float, float] | None:
+        return self.inner.costs()
+
     def shutdown(self) -> None:
         self.inner.shutdown()

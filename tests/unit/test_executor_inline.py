@@ -122,6 +122,47 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
+def test_memory_on_the_host():
+    limits = sized(num_blocks=300, preemption="swap", kv_host_memory="2MiB")
+    assert (limits.preemption, limits.host_blocks) == ("swap", 2 * 2**20 // (16 * 256))
+    assert sized(num_blocks=300).host_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"preemption": "swap"}, "set kv_host_memory"),
+        ({"preemption": "auto"}, "set kv_host_memory"),
+        ({"kv_host_memory": "1GiB"}, "preemption is recompute"),
+        ({"preemption": "swap", "kv_host_memory": "1KiB"}, "less than one block, 4KiB"),
+        ({"preemption": "swap", "kv_host_memory": "2GiB"}, "more than the 1023MiB that are free"),
+    ],
+)
+def test_what_cannot_be_on_the_host_is_refused(options, said):
+    with pytest.raises(InvalidConfig, match=said):
+        sized(num_blocks=300, **options)
+
+
+def windowed(**options):
+    """Two layers with a window of 64 tokens and one without: groups of one layer."""
+    model = tiny_config(max_position_embeddings=4096, num_layers=3, layer_windows=(64, 64, None))
+    return size_cache(EngineConfig(**options), model, bytes_per_element=4, free_memory=GIB)
+
+
+def test_a_window_holds_no_more_than_it_and_a_step_need():
+    """4096 tokens: 256 blocks, and in each of two windows 63 + 100 tokens over at most 12 blocks."""
+    limits = windowed(kv_cache_memory="1MiB", max_num_batched_tokens=100)
+    assert limits.kv_groups == ("window:64", "window:64", "full")
+    assert limits.num_blocks == 2**20 // (16 * 128)
+    most = 256 + 2 * 12
+    assert windowed(num_blocks=most + 1, max_num_batched_tokens=100).max_model_len == 4096
+    assert windowed(num_blocks=most, max_num_batched_tokens=100).max_model_len == 4080
+    with pytest.raises(InvalidConfig, match="lower max_model_len to 4080"):
+        windowed(num_blocks=most, max_num_batched_tokens=100, max_model_len=4096)
+    with pytest.raises(InvalidConfig, match="4 blocks or more"):
+        windowed(num_blocks=3)
+
+
 def test_requests_through_scheduler_and_executor(folder):
     seen = []
     executor, limits, model = load_executor(

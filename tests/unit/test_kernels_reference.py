@@ -264,7 +264,7 @@ def test_blocks_are_copied_and_zeroed_in_all_layers():
     for i, cache in enumerate(caches):
         cache.arena.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1) + 10 * i)
     # 2 is a destination and a source: sources are read first.
-    ops.copy_blocks(caches, np.array([1, 2]), np.array([2, 3]))
+    ops.copy_blocks(caches, caches, np.array([1, 2]), np.array([2, 3]))
     ops.zero_blocks(caches, np.array([5]))
     for i, cache in enumerate(caches):
         for block, value in enumerate([0, 1, 1, 2, 4, None]):

@@ -270,9 +270,10 @@ def test_an_output_without_tokens_is_applied(model):
     assert arena[:, 2].any()
 
 
-def test_swapping_without_a_host_tier_is_refused(model):
+@pytest.mark.parametrize("moves", ["blocks_to_swap_in", "blocks_to_swap_out"])
+def test_swapping_without_a_host_tier_is_refused(model, moves):
     with pytest.raises(ValueError, match="host tier"):
-        Driver(model).step({}, blocks_to_swap_in=[(0, 1)])
+        Driver(model).step({}, **{moves: [(1, 1)]})
 
 
 def test_many_rows_of_logits_come_in_slices(model, monkeypatch):
