@@ -6,6 +6,8 @@ weight matrix is [out features, in features], also for GGUF.
 Rows of q_proj and k_proj: rotary embedding pairs element i of a head with element i + d/2 (Hugging Face), or 2i with
 2i + 1 (ggml, for the llama family only). So a llama GGUF stores HF row (head, s, i) as row (head, i, s), with s 0 or 1
 and i < d/2. It is undone here, on the packed rows, before they are decoded.
+
+Gemma's norms multiply by 1 + weight. A GGUF stores the sum; the 1 is taken off here.
 """
 
 from __future__ import annotations
@@ -105,36 +107,43 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _NOT_WEIGHTS = {"rope_freqs.weight"}  # part of the configuration, see kvern.weights.config
 _PERMUTED_ARCHITECTURES = ("llama", "mistral")
 
 
-def canonical_name(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor of the llama, qwen2, qwen3 family; None if it has none."""
+def canonical_name(name: str, architecture: str = "llama") -> str | None:
+    """Hugging Face's name of a tensor in a GGUF of this architecture; None if it has none."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
+    known = _LAYER_NAMES | (_GEMMA_LAYER_NAMES if architecture == "gemma3" else {})
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _LAYER_NAMES:
+    if match is None or match[2] not in known:
         return None
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{known[match[2]]}.{match[3]}"
 
 
 class GGUFCheckpoint:
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._entries: dict[str, TensorEntry] = {}
+        architecture = str(file.metadata.get("general.architecture"))
         for entry in file.tensors.values():
             if entry.name in _NOT_WEIGHTS:
                 continue
-            name = canonical_name(entry.name)
+            name = canonical_name(entry.name, architecture)
             if name is None:
                 raise ModelError(f"{file.path} has a tensor {entry.name} that no supported architecture has")
             self._entries[name] = entry
-        architecture = str(file.metadata.get("general.architecture"))
         heads: Any = file.metadata.get(f"{architecture}.attention.head_count", 0)
         kv_heads: Any = file.metadata.get(f"{architecture}.attention.head_count_kv", heads)
         permuted = architecture in _PERMUTED_ARCHITECTURES
         self._heads = {"q_proj": int(heads), "k_proj": int(kv_heads)} if permuted else {}
+        self._norm_offset = np.float32(architecture == "gemma3")
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -155,6 +164,8 @@ class GGUFCheckpoint:
         if heads and len(entry.shape) == 2:
             return dequantize(_unpermute(rows, heads), entry.type).reshape(entry.shape)
         values = dequantize(rows, entry.type).reshape(entry.shape)
+        if name.endswith("norm.weight"):
+            values -= self._norm_offset
         return _unpermute(values, heads) if heads else values
 
 

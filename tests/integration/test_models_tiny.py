@@ -34,6 +34,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
 CASES = {
     "llama": ("LlamaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
     "llama-bias": ("LlamaConfig", {"head_dim": 16, "attention_bias": True}),
@@ -47,6 +51,21 @@ CASES = {
     "qwen2-window": (
         "Qwen2Config",
         {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9},
+    ),
+    "qwen2-window-in-some-layers": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 8,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 9,
+            "rope_parameters": GEMMA_ROPES,
+            "initializer_range": 0.1,
+        },
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }

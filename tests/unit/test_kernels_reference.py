@@ -72,7 +72,10 @@ def test_row_wise_ops_are_batch_invariant(dtype, width):
     head_norm = ops.weight([random(rng, width // 4)])
     assert_rows_independent(ops, lambda rows: ops.rms_norm(rows, norm, 1e-5), x)
     assert_rows_independent(ops, lambda rows: ops.rms_norm(rows, head_norm, 1e-5), x)
+    assert_rows_independent(ops, lambda rows: ops.rms_norm(rows, norm, 1e-5, 1.0), x)
     assert_rows_independent(ops, ops.silu_and_mul, x)
+    assert_rows_independent(ops, ops.gelu_tanh_and_mul, x)
+    assert_rows_independent(ops, lambda rows: ops.scale(rows, 0.3), x)
     assert_rows_independent(ops, lambda rows: ops.add(rows, rows), x)
 
 
@@ -93,16 +96,19 @@ def test_row_wise_ops_compute_their_formula(ops, dtype):
     check(ops.add(t, t), x + x)
     a, c = x[:, :12], x[:, 12:]
     check(ops.silu_and_mul(t), a / (1 + np.exp(-a)) * c)
+    check(ops.gelu_tanh_and_mul(t), a * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))) * c)
+    check(ops.scale(t, 1.75), 1.75 * x)
     weight = random(rng, 6)
     heads = x.reshape(5, 4, 6)
     want = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 0.1) * weight
     check(ops.rms_norm(t, ops.weight([weight]), 0.1), want.reshape(5, 24))
+    check(ops.rms_norm(t, ops.weight([weight - 1]), 0.1, offset=1.0), want.reshape(5, 24))
 
 
-def test_silu_of_large_numbers_is_finite():
-    ops = load_ops("reference")
-    x = torch.tensor([[-200.0, 200.0, 1.0, 1.0]])
-    assert ops.silu_and_mul(x).tolist() == [[0.0, 200.0]]
+@pytest.mark.parametrize("gate", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gates_of_large_numbers_are_finite(gate):
+    x = torch.tensor([[-200.0, 200.0, -1e6, 1.0, 1.0, 1.0]])
+    assert getattr(load_ops("reference"), gate)(x).tolist() == [[0.0, 200.0, 0.0]]
 
 
 def test_rotary_turns_each_pair_by_its_angle():

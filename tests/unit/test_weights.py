@@ -120,12 +120,14 @@ def interleave(rows, heads):
     return out
 
 
-def write_gguf(path, tensors, architecture="llama", types=None, metadata=None, tokens=("a", "b", "<|im_end|>")):
+def write_gguf(
+    path, tensors, architecture="llama", types=None, metadata=None, tokens=("a", "b", "<|im_end|>"), layers=LAYERS
+):
     """Writes with the `gguf` package. types: end of a tensor's name -> type to quantize it to."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -238,10 +240,32 @@ def test_rope_of_gguf_files(tmp_path):
     assert read_model_config(files).rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
 
+def test_gemma3_gguf(tmp_path):
+    """Norms under other names, with the 1 that they add taken off; a window in five of six layers."""
+    names = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    names |= {"post_ffw_norm": "post_feedforward_layernorm", "attn_norm": "input_layernorm"}
+    names |= {"attn_q_norm": "self_attn.q_norm", "attn_q": "self_attn.q_proj"}
+    stored = {f"blk.0.{name}.weight": np.full((4, 8)[: 1 + (name == "attn_q")], 3, np.float32) for name in names}
+    stored |= {"token_embd.weight": np.ones((9, HIDDEN), np.float32), "output_norm.weight": np.ones(8, np.float32)}
+    files = write_gguf(tmp_path / "m.gguf", stored, "gemma3", metadata={"sliding_window": 16})
+    checkpoint = open_checkpoint(files)
+    for name, canonical in names.items():
+        assert checkpoint.load(f"model.layers.0.{canonical}.weight").mean() == (3.0 if name == "attn_q" else 2.0)
+    assert checkpoint.load("model.norm.weight").mean() == 0.0
+    assert checkpoint.load("model.embed_tokens.weight").mean() == 1.0
+    config = read_model_config(files)
+    assert config.windows == tuple(16 if (i + 1) % 6 else None for i in range(LAYERS))
+    assert (config.rope_theta, config.local_rope_theta, config.query_pre_attn_scalar) == (500000.0, 10000.0, None)
+    files = write_gguf(tmp_path / "27b.gguf", stored, "gemma3", metadata={"sliding_window": 16}, layers=62)
+    config = read_model_config(files)
+    assert config.layer_windows[4:7] == (16, None, 16)
+    assert config.query_pre_attn_scalar == HIDDEN / HEADS
+
+
 @pytest.mark.parametrize(
     ("architecture", "metadata", "message"),
     [
-        ("gemma3", {}, "architecture gemma3 is not supported; supported architectures: llama, mistral, qwen2, qwen3"),
+        ("gemma2", {}, "architecture gemma2 is not supported; supported architectures: gemma3, llama, mistral, qwen2"),
         ("llama", {"expert_count": 8}, "a mixture of experts is not supported"),
         ("llama", {"rope_dimension_count": 32}, "RoPE over a part"),
         ("llama", {"uint16": ("split.count", 3)}, "one part of a split model"),
@@ -380,7 +404,7 @@ def hf_config(folder, name, **changes):
         "max_position_embeddings": 512,
     }
     config = getattr(transformers, f"{name}Config")(**values | changes)
-    config.architectures = [f"{name}ForCausalLM"]
+    config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
     config.save_pretrained(folder)
     return read_model_config(ModelFiles("hf", folder, "x"))
 
@@ -432,7 +456,6 @@ def test_hf_llama3_rope(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization method 'gptq'"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "in some layers only"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "RoPE that differs between layers"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
     ],
@@ -446,12 +469,54 @@ def test_hf_models_that_are_refused(tmp_path, changes, message):
         read_model_config(ModelFiles("hf", tmp_path, "x"))
 
 
-def test_qwen2_sliding_window_of_all_or_no_layers(tmp_path):
+def test_qwen2_sliding_window(tmp_path):
     common = {"sliding_window": 32, "use_sliding_window": True}
     assert hf_config(tmp_path, "Qwen2", max_window_layers=3, **common).sliding_window is None
     assert hf_config(tmp_path, "Qwen2", max_window_layers=0, **common).sliding_window == 32
-    with pytest.raises(ModelError, match="in some layers only"):
-        hf_config(tmp_path, "Qwen2", max_window_layers=1, **common)
+    some = hf_config(tmp_path, "Qwen2", max_window_layers=1, **common)
+    assert (some.sliding_window, some.layer_windows) == (None, (None, 32, 32))
+
+
+GEMMA = {"num_hidden_layers": 7, "sliding_window": 20, "query_pre_attn_scalar": 32}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+def test_hf_gemma3(tmp_path):
+    ropes = {"full_attention": {"rope_theta": 1e5, **LINEAR}, "sliding_attention": {"rope_theta": 1e3}}
+    new = hf_config(tmp_path, "Gemma3Text", rope_parameters=ropes, **GEMMA)
+    assert new.layer_windows == new.windows == (20, 20, 20, 20, 20, None, 20)
+    assert (new.architecture, new.query_pre_attn_scalar, new.tie_word_embeddings) == ("gemma3", 32, True)
+    assert (new.rope_theta, new.rope_scaling, new.local_rope_theta) == (1e5, LINEAR, 1e3)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("rope_parameters", "layer_types", "tie_word_embeddings"):
+        del config[key]
+    older = {"sliding_window_pattern": 6, "rope_theta": 1e5, "rope_local_base_freq": 1e3, "rope_scaling": LINEAR}
+    path.write_text(json.dumps(config | older))
+    assert read_model_config(ModelFiles("hf", tmp_path, "x")) == new
+    path.write_text(json.dumps(config))
+    plain = read_model_config(ModelFiles("hf", tmp_path, "x"))
+    assert (plain.rope_theta, plain.rope_scaling, plain.local_rope_theta) == (1e6, None, 1e4)
+    path.write_text(json.dumps(config | {"sliding_window": 20, "layer_types": ["sliding_attention"] * 7}))
+    alike = read_model_config(ModelFiles("hf", tmp_path, "x"))
+    assert (alike.sliding_window, alike.layer_windows) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"rope_parameters": {"sliding_attention": LINEAR}}, "RoPE scaling of layers with a window"),
+    ],
+)
+def test_hf_gemma3_models_that_are_refused(tmp_path, changes, message):
+    hf_config(tmp_path, "Gemma3Text")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelError, match=message):
+        read_model_config(ModelFiles("hf", tmp_path, "x"))
 
 
 # -- the real model
