@@ -11,7 +11,8 @@ Order in which an executor must apply a SchedulerOutput:
      read before any destination is written.
   3. new_requests: fill the row from scratch. 4. new_blocks: append to the tables.
   5. compute positions num_computed .. num_computed + num_new of every row; sample where `samples` says so.
-Steps are applied in the order of step_id, also when several are planned ahead.
+Steps are applied in the order of step_id, also when several are planned ahead. One that was planned while drafts of a
+row were not yet verified counts on all of them: if some were rejected, the row's positions begin so many earlier.
 """
 
 from __future__ import annotations

@@ -53,29 +53,28 @@ class EncoderCacheManager:
             if image.offset >= end:
                 break
             fits = image.offset + image.length <= end
-            if fits and image.id in self._sizes:
-                room -= image.length if image.id in self._unread else 0
-            elif fits:
+            if image.id not in self._sizes:
                 budget, room = budget - image.length, room - image.length
-                fits = budget >= 0 and room >= 0
-            if not fits:
+            elif image.id in self._unread:
+                room -= image.length
+            if not fits or budget < 0 or room < 0:
                 return max(image.offset - start, 0)
         return num_tokens
 
     def take(self, request_id: str, images: Iterable[ImageSpan], start: int, num_tokens: int) -> None:
         """The request computes these tokens, which cut() has allowed: refer to their images, and have those computed
         that are not there."""
-        for image in images:
-            if image.offset + image.length <= start or image.offset >= start + num_tokens:
-                continue
+        read = [i for i in images if i.offset + i.length > start and i.offset < start + num_tokens]
+        for image in read:  # first, so that none of them makes room for another
+            self._unread.pop(image.id, None)
+            self._readers.setdefault(image.id, {})[request_id] = None
+        for image in read:
             if image.id not in self._sizes:
                 self._make_room(image.length)
                 self._sizes[image.id] = image.length
                 self._used += image.length
                 self.remaining -= image.length
                 self._computed[image.id] = request_id
-            self._unread.pop(image.id, None)
-            self._readers.setdefault(image.id, {})[request_id] = None
 
     def _make_room(self, size: int) -> None:
         while self._used + size > self.capacity:

@@ -90,6 +90,11 @@ class KVCacheManager:
         """Most blocks a request holds at once while it computes `num_tokens` tokens."""
         return sum(group.most_held(num_tokens, self.chunk) for group in self.groups)
 
+    def holds_all(self, tables: NDArray[np.int32], num_computed: int) -> bool:
+        """Whether tables [groups, n] have every block that is read or written from token `num_computed` on."""
+        groups = zip(self.groups, tables, strict=True)
+        return all(bool(table[group.first_needed(num_computed) :].all()) for group, table in groups)
+
     # ---- lookup
 
     def lookup(self, request: Request) -> CacheHit:
@@ -313,6 +318,13 @@ class KVCacheManager:
             tables.append([NULL_BLOCK if block == NULL_BLOCK else next(fresh) for block in host_table] + list(fresh))
         self.free_host(host_tables)
         return tables, moves
+
+    def drop_host(self, host_tables: list[list[int]], num_computed: int) -> None:
+        """Let go of what no token from `num_computed` on will read."""
+        for group, table in zip(self.groups, host_tables, strict=True):
+            first = min(group.first_needed(num_computed), len(table))
+            self.free_host([table[:first]])
+            table[:first] = [NULL_BLOCK] * first
 
     def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
         """Let host blocks go. They are reused from the next step on, since a step's moves to the host come before its

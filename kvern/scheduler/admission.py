@@ -84,11 +84,10 @@ class Admission:
             if error is not None:
                 state.end(request, RequestStatus.FINISHED_LENGTH, error=error)
                 continue
-            num_tokens, num_new = request.num_tokens, request.num_tokens - request.num_computed_tokens
-            num_new = min(num_new, state.budget.remaining, state.chunk_limit() or num_new)
-            need = sum(len(t) - t.count(NULL_BLOCK) for t in request.host_tables)
-            need += len(state.cache.groups) * (-(-num_tokens // state.config.block_size) - len(request.host_tables[0]))
-            if num_new <= 0 or state.batch.full or self._lacks_lora_slot(request) or need > self._admissible_blocks():
+            num_tokens, num_new = request.num_tokens, self._num_new(request, request.num_computed_tokens)
+            state.cache.drop_host(request.host_tables, request.num_computed_tokens)
+            need = state.cache.most_held(num_tokens)
+            if not num_new or state.batch.full or self._lacks_lora_slot(request) or need > self._admissible_blocks():
                 return False
             swapped.remove(request)
             end = request.num_computed_tokens + num_new
@@ -105,13 +104,14 @@ class Admission:
         state, arrived = self.state, self.state.transfers.arrived
         while arrived.num_ready:
             request = arrived.at(0)
+            if self._end_if_hopeless(request):
+                continue
             num_computed, tables = request.num_computed_tokens, request.tables
-            num_new = min(request.num_tokens - num_computed, state.budget.remaining)
-            num_new = min(num_new, state.chunk_limit() or num_new)
+            num_new = self._num_new(request, num_computed)
             size = state.config.block_size
             more = max(-(-(num_computed + num_new) // size) - tables.shape[1], 0)
             short = more * len(state.cache.groups) > state.cache.num_free_blocks
-            if num_new <= 0 or state.batch.full or self._lacks_lora_slot(request) or short:
+            if not num_new or state.batch.full or self._lacks_lora_slot(request) or short:
                 return False
             arrived.remove(request)
             request.tables = None
@@ -152,7 +152,8 @@ class Admission:
             num_loaded = min(matched.num_tokens, request.num_tokens - 1 - hit.num_tokens)
             if num_loaded > 0:
                 return self._admit_remote(request, hit, num_loaded, matched.load_async, now)
-        if request.images and not self._num_new(request, hit):
+        num_new = self._num_new(request, hit.num_tokens)
+        if not num_new:
             return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
         if reason is not None:
@@ -161,7 +162,9 @@ class Admission:
             hit = self._find_hit(request)
             reason = self._lacks(request, hit)
             assert reason is None, f"{request.id} still lacks {reason} after the preemptions made for it"
-        self._admit(request, hit, now)
+            assert hit.num_tokens == start, f"{request.id} would read what a preempted request was to compute"
+            num_new = max(num_new, self._num_new(request, start))  # they gave back what they had of this step
+        self._admit(request, hit, num_new, now)
         return None
 
     def _admit_remote(
@@ -176,7 +179,9 @@ class Admission:
         if reason is not None:
             return reason
         start, end = hit.num_tokens, hit.num_tokens + num_loaded
-        num_new = 0 if load_async else self._num_new(request, hit._replace(num_tokens=end))
+        num_new = 0 if load_async else self._num_new(request, end)
+        if not load_async and not num_new:
+            return BlockedBy.ENCODER_BUDGET
         self._count_hit(request, hit)
         request.num_charged_tokens = max(request.num_charged_tokens, end)
         tables, copies = state.cache.take(request, hit, end, end + num_new)
@@ -225,11 +230,8 @@ class Admission:
             reserved += np.maximum(group.most_held(batch.num_tokens[rows], cache.chunk) - held, 0)
         return reserved
 
-    def _admit(self, request: Request, hit: CacheHit, now: float) -> None:
+    def _admit(self, request: Request, hit: CacheHit, num_new: int, now: float) -> None:
         state = self.state
-        num_new = self._num_new(request, hit)
-        if request.images:
-            state.encoder.take(request.id, request.images, hit.num_tokens, num_new)
         self._count_hit(request, hit)
         tables, copies = state.cache.take(request, hit, hit.num_tokens, hit.num_tokens + num_new)
         state.copy(copies)
@@ -238,21 +240,25 @@ class Admission:
             request.first_scheduled_time = now
         self._start(request, tables, hit.num_tokens, num_new, hit.num_blocks)
 
-    def _num_new(self, request: Request, hit: CacheHit) -> int:
-        """How many tokens it would compute in this step."""
+    def _num_new(self, request: Request, start: int) -> int:
+        """How many tokens from `start` on it would compute in this step."""
         state = self.state
-        num_new = min(request.num_tokens - hit.num_tokens, state.budget.remaining)
+        num_new = min(request.num_tokens - start, state.budget.remaining)
+        if num_new <= 0:
+            return 0
         if state.chunk_limit():
             num_new = min(num_new, state.chunk_limit())
         if state.policy.caps:
             num_new = state.policy.cap_tokens(request.info, num_new)
         if request.images:
-            num_new = state.encoder.cut(request.images, hit.num_tokens, num_new, state.budget.remaining)
+            num_new = state.encoder.cut(request.images, start, num_new, state.budget.remaining)
         return num_new
 
     def _start(
         self, request: Request, tables: list[list[int]], num_computed: int, num_new: int, num_published: int
     ) -> None:
+        if request.images:
+            self.state.encoder.take(request.id, request.images, num_computed, num_new)
         row = self.state.enter(request, tables, num_computed, num_published)
         rows = np.array([row], dtype=np.int32)
         self.state.budget.take(rows, np.array([num_new], dtype=np.int32))

@@ -17,10 +17,10 @@ _LENGTH = -1  # what stopped a row: this, or 1 + the place of the token in the r
 
 
 def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
+    if result.kv_arrived or result.kv_failed or result.kv_sent:
+        _take_in_transfers(state, output, result)
     live = state.batch.epoch[output.rows] == output.epochs
     sampled = result.count > 0
-    if result.kv_arrived or result.kv_failed or result.kv_sent:
-        sampled &= ~_take_in_transfers(state, output, result)
     if result.errors:
         sampled &= ~np.isin(output.rows, list(result.errors))
     _take_back_rejected(state, output, result)
@@ -55,19 +55,16 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     return outputs
 
 
-def _take_in_transfers(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> NDArray[np.bool_]:
-    """Returns which rows [n] have sampled from keys and values that never came."""
-    void = np.zeros(len(output.rows), dtype=np.bool_)
+def _take_in_transfers(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
     for request_id, places in result.kv_failed.items():
         if request_id in state.transfers.loading:
             state.transfers.load_ended(request_id, failed=places)
         else:
-            void |= np.isin(output.rows, state.transfers.fail_rows(request_id, places))
+            state.transfers.load_failed(output, request_id, places)
     for request_id in result.kv_arrived:
         state.transfers.load_ended(request_id)
     for request_id in result.kv_sent:
         state.transfers.sent(request_id)
-    return void
 
 
 def _release_images(state: SchedulerState, output: SchedulerOutput, live: NDArray[np.bool_]) -> None:

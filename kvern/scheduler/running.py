@@ -100,11 +100,13 @@ def _wanted(state: SchedulerState, rows: Int32) -> Int32:
 
 
 def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
-    batch = state.batch
+    batch, computed = state.batch, state.batch.num_computed[rows]
+    if state.config.async_scheduling and state.config.num_speculative_tokens:
+        computed = np.minimum(computed, batch.num_tokens[rows])  # drafts under way may be rejected
     for g, group in enumerate(state.cache.groups):
         if not group.drops:
             continue
-        first = group.first_needed(batch.num_computed[rows])
+        first = group.first_needed(computed)
         for i in np.flatnonzero(first > batch.num_dropped[g, rows]).tolist():
             row, end = int(rows[i]), int(first[i])
             start = int(batch.num_dropped[g, row])
@@ -115,7 +117,7 @@ def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
 
 def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
     """Copy-on-write. Returns the rows that can go on: making room for a copy may cost one its row."""
-    batch, cache = state.batch, state.cache
+    batch = state.batch
     stuck = None
     for row in rows[batch.shares_tail[rows]].tolist():
         if batch.requests[row] is None:
@@ -129,6 +131,10 @@ def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
             if cache.num_free_blocks < len(cache.groups):
                 stuck = row
                 continue
+        # One block, unless it goes back behind what it shares, or in a block of its own.
+        first, end = int(batch.num_computed[row]) // state.config.block_size, int(batch.num_blocks[row])
+        while first < end and batch.requests[row] is not None and _own_block(state, row, first):
+            first += 1
             for g, block in enumerate(batch.block_table[:, row, place].tolist()):
                 if cache.pool.ref_count[block] > 1:
                     batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
@@ -137,6 +143,22 @@ def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
         batch.shares_tail[row] = False
     goes_on = [batch.requests[row] is not None and row != stuck for row in rows.tolist()]
     return rows if all(goes_on) else rows[goes_on]
+
+
+def _own_block(state: SchedulerState, row: int, place: int) -> bool:
+    """Copy what others hold of the row's blocks at `place`. False if there is no room even after preempting."""
+    batch, cache = state.batch, state.cache
+    while cache.num_free_blocks < len(cache.groups):
+        if _make_room(state) == row:
+            break
+    if batch.requests[row] is None or cache.num_free_blocks < len(cache.groups):
+        return False
+    for g, block in enumerate(batch.block_table[:, row, place].tolist()):
+        if cache.pool.ref_count[block] > 1:
+            batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
+            state.copy([(block, copy)])
+    state.notices.replaced.append((row, place))
+    return True
 
 
 def _make_room(state: SchedulerState) -> int:

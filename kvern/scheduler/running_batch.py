@@ -100,8 +100,7 @@ class RunningBatch:
         for group, table in enumerate(tables):
             self.block_table[group, row, : len(table)] = table
             self.num_dropped[group, row] = next((i for i, block in enumerate(table) if block), len(table))
-        self.epoch[row] = request.epoch = self.next_epoch
-        self.next_epoch += 1
+        self.epoch[row] = request.epoch = self.new_epoch()
         self.max_total[row] = request.max_total_tokens
         self.min_total[row] = request.num_prompt_tokens + request.sampling.min_tokens
         self.shares_tail[row] = False
@@ -111,6 +110,12 @@ class RunningBatch:
         self.requests[row] = request
         request.row = row
         return row
+
+    def new_epoch(self) -> int:
+        """A number that no occupant of a row had before."""
+        epoch = self.next_epoch
+        self.next_epoch += 1
+        return epoch
 
     def remove(self, row: int) -> None:
         """Free the row; what the request needs of it is written back first."""

@@ -204,7 +204,7 @@ class SchedulerState:
             return False
         held = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
         num_blocks = int(np.count_nonzero(held))
-        if not self.cache.can_swap_out(num_blocks):
+        if not self.cache.can_swap_out(num_blocks) or not self.cache.holds_all(held, num_computed):
             return False
         if self.config.preemption == "swap":
             return True
@@ -258,6 +258,24 @@ class SchedulerState:
 
     def _tell_nothing_more_of(self, row: int) -> None:
         told = self.notices
+    def compute_again(self, request: Request, num_computed: int) -> None:
+        """A running request has at most so many tokens in the cache, and nothing of what steps under way sample for it
+        counts. The executor is told the row anew, since it may know tokens that are none."""
+        row, batch = request.row, self.batch
+        batch.num_computed[row] = min(int(batch.num_computed[row]), num_computed)
+        batch.num_drafts[row] = batch.num_placeholders[row] = 0
+        batch.epoch[row] = request.epoch = batch.new_epoch()
+        if row not in self.notices.entered:
+            self.notices.finished_rows.append(row)
+            self.notices.entered.append(row)
+
+    def forget_host_copy(self, request: Request) -> None:
+        """A swapped request will be computed again instead of coming back; of others, nothing."""
+        if request.status is RequestStatus.SWAPPED:
+            self._leave(request)
+            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.waiting.add(request)
+
         told.replaced = [(r, place) for r, place in told.replaced if r != row]
         if row in told.entered:
             told.entered.remove(row)
@@ -275,7 +293,11 @@ class SchedulerState:
         if row < 0 or self.batch.full or child.status is not RequestStatus.WAITING:
             return
         self.waiting.remove(child)
-        tables, num_computed = self.batch.tables_of(row), int(self.batch.num_computed[row])
+        # What steps under way bring the parent is not the child's: it computes its last known token itself.
+        num_computed = min(int(self.batch.num_computed[row]), len(tokens) - 1)
+        tables = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
+        if not self.cache.holds_all(tables, num_computed):
+            return
         self.cache.share(tables)
         new_row = self.enter(child, tables.tolist(), num_computed, int(self.batch.num_published[row]))
         self.batch.shares_tail[[row, new_row]] = True

@@ -20,7 +20,7 @@ import numpy as np
 from kvern.cache.block_pool import NULL_BLOCK
 from kvern.request import Request, RequestStatus
 from kvern.scheduler.waiting_queue import WaitingQueue
-from kvern.step import Int32
+from kvern.step import Int32, SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.cache.connectors import SchedulerConnector
@@ -86,15 +86,10 @@ class Transfers:
         if failed:
             request.num_computed_tokens = min(hold.num_computed, min(failed) * self.state.config.block_size)
             request.ask_connector = False
-            if not self._can_go_on(request):
+            if not self.state.cache.holds_all(request.tables, request.num_computed_tokens):
                 self._start_over(request)
                 return
         self.arrived.add(request)
-
-    def _can_go_on(self, request: Request) -> bool:
-        """Whether its tables have every block that is read or written from its num_computed_tokens on."""
-        groups = zip(self.state.cache.groups, request.tables, strict=True)
-        return all(table[group.first_needed(request.num_computed_tokens) :].all() for group, table in groups)
 
     def _start_over(self, request: Request) -> None:
         self.state.cache.free(request.tables)
@@ -147,22 +142,36 @@ class Transfers:
         holds = [hold.tables for hold in (*self.loading.values(), *self.sending.values())]
         return holds + [request.tables for request in self.arrived if request.tables is not None]
 
-    def fail_rows(self, request_id: str, places: list[int]) -> list[int]:
-        """Blocks of a running request that was to be loaded within the step did not come: everybody who reads them
-        computes again from there on. Returns the rows concerned; what they sampled in this step is void."""
-        batch, cache, size = self.state.batch, self.state.cache, self.state.config.block_size
-        request = self.state.requests.get(request_id)
-        if request is None or request.row < 0:
-            return []
-        tables = batch.tables_of(request.row)
-        bad = {block for place in places for block in tables[:, place].tolist() if block != NULL_BLOCK}
-        rows = []
+    # ---- loads within a step
+
+    def load_failed(self, output: SchedulerOutput, request_id: str, places: list[int]) -> None:
+        """Blocks that `output` said to load did not come: everybody who reads them computes again from there on, and
+        what they have sampled, in this step or in later ones under way, is void: they get another epoch."""
+        state, batch = self.state, self.state.batch
+        tables = {new.request_id: np.array(new.tables, dtype=np.int32) for new in output.new_requests}
+        if request_id not in tables:
+            return
+        if request_id in state.requests:
+            state.requests[request_id].ask_connector = False
+        bad = [block for block in tables[request_id][:, places].ravel().tolist() if block != NULL_BLOCK]
+        state.cache.distrust(tables[request_id][:, min(places) :])
         for row in batch.order.tolist():
-            hit = np.isin(batch.tables_of(row), sorted(bad)).any(axis=0)
-            if hit.any():
-                first = int(hit.argmax())
-                rows.append(row)
-                batch.num_computed[row] = min(int(batch.num_computed[row]), first * size)
+            lost = np.isin(batch.tables_of(row), bad).any(axis=0)
+            if lost.any():
+                first = int(lost.argmax())
+                state.cache.distrust(batch.tables_of(row)[:, first:])
                 batch.num_published[row] = min(int(batch.num_published[row]), first)
-                cache.distrust(batch.tables_of(row)[:, first:])
-        return rows
+                self._compute_again(batch.request_at(row), first * state.config.block_size)
+        for reader, table in tables.items():
+            request = state.requests.get(reader)
+            if request is not None and request.row < 0 and np.isin(table, bad).any():
+                request.epoch = batch.new_epoch()
+                state.forget_host_copy(request)
+
+    def _compute_again(self, request: Request, num_computed: int) -> None:
+        tables = self.state.batch.tables_of(request.row)
+        if self.state.cache.holds_all(tables, num_computed):
+            self.state.compute_again(request, num_computed)
+        else:  # some of what it would read has been given back: from the beginning, in other blocks
+            self.state.compute_again(request, 0)
+            self.state.preempt(request)

@@ -101,15 +101,14 @@ class HistoryHashExecutor:
         for load in output.connector_metadata or []:
             for table in load["tables"]:
                 self._store(table, load["start"], load["token_ids"], strict=False)
-        for row, start, n in zip(
-            output.rows.tolist(), output.num_computed.tolist(), output.num_new.tolist(), strict=True
-        ):
+        starts = [self._start(output, i, row) for i, row in enumerate(output.rows.tolist())]
+        for row, start, n in zip(output.rows.tolist(), starts, output.num_new.tolist(), strict=True):
             self._write(row, start, n, output.draft_tokens.get(row, []))
         result = ModelRunnerOutput.of([])
         tokens: list[list[int]] = []
-        ends = output.num_computed + output.num_new
+        ends = np.array(starts, dtype=np.int32) + output.num_new
         for i, row in enumerate(output.rows.tolist()):
-            self._prompt_logprobs(row, int(output.num_computed[i]), int(ends[i]), result)
+            self._prompt_logprobs(row, starts[i], int(ends[i]), result)
             if forced is not None and row in forced:
                 chosen = list(forced[row])
             elif output.samples[i]:
@@ -158,6 +157,12 @@ class HistoryHashExecutor:
         state = self._rows[row]
         ids = (state.tokens + drafts)[start : start + n]
         assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
+    def _start(self, output: SchedulerOutput, i: int, row: int) -> int:
+        """The first position to compute: as planned, less the drafts that were rejected since."""
+        start = int(output.num_computed[i])
+        end = start + int(output.num_new[i]) - len(output.draft_tokens.get(row, []))
+        return start - max(end - len(self._rows[row].tokens), 0)
+
         for table in state.tables:
             self._store(table, start, ids)
 
