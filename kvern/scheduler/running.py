@@ -120,27 +120,16 @@ def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
     batch = state.batch
     stuck = None
     for row in rows[batch.shares_tail[rows]].tolist():
-        if batch.requests[row] is None:
-            continue
-        place = int(batch.num_computed[row]) // state.config.block_size
-        if place < batch.num_blocks[row]:  # else it goes on in a block of its own
-            while cache.num_free_blocks < len(cache.groups) and _make_room(state) != row:
-                pass
-            if batch.requests[row] is None:
-                continue
-            if cache.num_free_blocks < len(cache.groups):
-                stuck = row
-                continue
         # One block, unless it goes back behind what it shares, or in a block of its own.
         first, end = int(batch.num_computed[row]) // state.config.block_size, int(batch.num_blocks[row])
         while first < end and batch.requests[row] is not None and _own_block(state, row, first):
             first += 1
-            for g, block in enumerate(batch.block_table[:, row, place].tolist()):
-                if cache.pool.ref_count[block] > 1:
-                    batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
-                    state.copy([(block, copy)])
-            state.notices.replaced.append((row, place))
-        batch.shares_tail[row] = False
+        if batch.requests[row] is None:
+            continue
+        if first < end:
+            stuck = row
+        else:
+            batch.shares_tail[row] = False
     goes_on = [batch.requests[row] is not None and row != stuck for row in rows.tolist()]
     return rows if all(goes_on) else rows[goes_on]
 
