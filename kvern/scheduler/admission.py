@@ -159,7 +159,7 @@ class Admission:
         if reason is not None:
             if not state.policy.preempts or not self._preempt_for(request, hit):
                 return reason
-            hit = self._find_hit(request)
+            hit, start = self._find_hit(request), hit.num_tokens
             reason = self._lacks(request, hit)
             assert reason is None, f"{request.id} still lacks {reason} after the preemptions made for it"
             assert hit.num_tokens == start, f"{request.id} would read what a preempted request was to compute"
@@ -392,10 +392,6 @@ class Admission:
         parked_for = _PARKED_FOR.get(request.status)
         return parked_for or self._reasons.get(request.id, self._reason_of_the_rest)
 
-    def waiting_by_reason(self) -> dict[BlockedBy, int]:
-        """How many wait for what. Costs by how many the last step looked at, not by how many wait."""
-        state, counts = self.state, dict[BlockedBy, int]()
-
     def explain(self, request: Request) -> Explanation | None:
         """The numbers behind blocked_by(). Changes nothing."""
         state, reason = self.state, self.blocked_by(request)
@@ -421,12 +417,17 @@ class Admission:
     def _blocks_needed(self, request: Request) -> int:
         """Blocks that must be free for a waiting request to be admitted."""
         cache, num_tokens = self.state.cache, request.num_tokens
-        if request.host_tables or request.tables is not None:  # what it has, or brings along, is not cached
-            tables = request.host_tables or request.tables.tolist()
-            missing = len(tables) * (-(-num_tokens // cache.block_size) - len(tables[0]))
-            return missing + sum(len(table) - table.count(NULL_BLOCK) for table in request.host_tables)
+        if request.host_tables:
+            return cache.most_held(num_tokens)
+        if request.tables is not None:  # what it has is not free
+            num_groups, held = request.tables.shape
+            return int(num_groups * max(0, -(-num_tokens // cache.block_size) - held))
         hit = cache.lookup(request) if self._waits_for_sibling(request) else self._find_hit(request)
         return cache.cost(hit, num_tokens)
+
+    def waiting_by_reason(self) -> dict[BlockedBy, int]:
+        """How many wait for what. Costs by how many the last step looked at, not by how many wait."""
+        state, counts = self.state, dict[BlockedBy, int]()
 
         def add(reason: BlockedBy, count: int) -> None:
             if count:

@@ -256,8 +256,6 @@ class SchedulerState:
             self.cache.free(request.tables)
             request.tables = None
 
-    def _tell_nothing_more_of(self, row: int) -> None:
-        told = self.notices
     def compute_again(self, request: Request, num_computed: int) -> None:
         """A running request has at most so many tokens in the cache, and nothing of what steps under way sample for it
         counts. The executor is told the row anew, since it may know tokens that are none."""
@@ -276,6 +274,8 @@ class SchedulerState:
             request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
             self.waiting.add(request)
 
+    def _tell_nothing_more_of(self, row: int) -> None:
+        told = self.notices
         told.replaced = [(r, place) for r, place in told.replaced if r != row]
         if row in told.entered:
             told.entered.remove(row)
@@ -292,12 +292,12 @@ class SchedulerState:
         self.add(child)
         if row < 0 or self.batch.full or child.status is not RequestStatus.WAITING:
             return
-        self.waiting.remove(child)
         # What steps under way bring the parent is not the child's: it computes its last known token itself.
         num_computed = min(int(self.batch.num_computed[row]), len(tokens) - 1)
         tables = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
         if not self.cache.holds_all(tables, num_computed):
             return
+        self.waiting.remove(child)
         self.cache.share(tables)
         new_row = self.enter(child, tables.tolist(), num_computed, int(self.batch.num_published[row]))
         self.batch.shares_tail[[row, new_row]] = True

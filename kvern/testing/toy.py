@@ -153,16 +153,16 @@ class HistoryHashExecutor:
                 assert index <= len(table), f"row {row}: block {block} leaves a gap after place {len(table)}"
                 table[index : index + 1] = [block]
 
-    def _write(self, row: int, start: int, n: int, drafts: list[int]) -> None:
-        state = self._rows[row]
-        ids = (state.tokens + drafts)[start : start + n]
-        assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
     def _start(self, output: SchedulerOutput, i: int, row: int) -> int:
         """The first position to compute: as planned, less the drafts that were rejected since."""
         start = int(output.num_computed[i])
         end = start + int(output.num_new[i]) - len(output.draft_tokens.get(row, []))
         return start - max(end - len(self._rows[row].tokens), 0)
 
+    def _write(self, row: int, start: int, n: int, drafts: list[int]) -> None:
+        state = self._rows[row]
+        ids = (state.tokens + drafts)[start : start + n]
+        assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
         for table in state.tables:
             self._store(table, start, ids)
 
