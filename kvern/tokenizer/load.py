@@ -172,11 +172,16 @@ def _sentencepiece_bpe(pieces: list[str], scores: list[float], prefix_space: boo
     """SentencePiece's BPE (Kudo and Richardson 2018) joins the adjacent pair whose union is the token of highest score.
     Here that becomes a list of merges in order of that score: every way to cut a token into two tokens."""
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
+    merges: list[tuple[str, str]] = []
     for piece in sorted(vocab, key=lambda piece: -scores[vocab[piece]]):
-        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [cut for cut in cuts if cut[0] in vocab and cut[1] in vocab]
-        merges += sorted(known, key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
+        cuts = []
+        for i in range(1, len(piece)):
+            left = piece[:i]
+            if left in vocab and (right := piece[i:]) in vocab:
+                cuts.append((left, right))
+        if len(cuts) > 1:
+            cuts.sort(key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
+        merges += cuts
     unknown = next((piece for piece in ("<unk>", "[UNK]") if piece in vocab), None)
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
