@@ -183,6 +183,7 @@ class Fuzz:
             self.mischief()
             self.flight.append(self.h.schedule())
             self.check()
+            self.check_images(self.flight[-1])
             if self.rng.random() < 0.1:
                 self.abort_somebody()
             while len(self.flight) >= self.ahead or (self.flight and self.rng.random() < 0.3):
@@ -274,6 +275,16 @@ class Fuzz:
         running = self.h.scheduler.running()
         adapters = {request.lora for request in running} - {None}
         assert not self.adapters or len(adapters) <= self.adapters
+
+    def check_images(self, output: SchedulerOutput) -> None:
+        """An image is computed whole or not at all, and is there for who computes its tokens."""
+        encoder = self.h.scheduler.state.encoder
+        starts = output.num_computed.tolist()
+        for rid, start, n in zip(output.request_ids, starts, output.num_new.tolist(), strict=True):
+            for image in self.h.requests[rid].images:
+                if start < image.offset + image.length and image.offset < start + n:
+                    assert image.offset + image.length <= start + n, f"the image of {rid} is split"
+                    assert rid in encoder._readers.get(image.id, {}), f"the image of {rid} is not held for it"
 
     def check_end(self) -> None:
         for rid, asked in self.asked.items():
