@@ -121,6 +121,8 @@ class EngineCore:
             steps=totals.steps,
             scheduled_tokens=totals.scheduled_tokens,
             generated_tokens=totals.generated_tokens,
+            drafted_tokens=totals.drafted_tokens,
+            accepted_tokens=totals.accepted_tokens,
             prefix_queried_tokens=totals.prefix_queried_tokens,
             prefix_hit_tokens=totals.prefix_hit_tokens,
             preemptions=totals.preemptions,

@@ -33,14 +33,18 @@ class InputBatch:
         self.block_tables: Int32 = np.zeros((len(config.kv_groups), config.max_num_seqs, max_blocks), dtype=np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Fill the rows of new requests, then append new blocks. What a row held before needs no clearing: nothing
-        past a row's tokens and blocks is ever read."""
+        """Fill the rows of new requests, append new blocks, put drafts after what is known. What a row held before
+        needs no clearing: nothing past a row's tokens and blocks is ever read."""
         for new in output.new_requests:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
             self.block_tables[:, new.row, : len(new.tables[0])] = new.tables
         rows, index, blocks = output.new_blocks
         if len(rows):
             self.block_tables[:, rows, index] = blocks
+        if output.draft_tokens:
+            ends = dict(zip(output.rows.tolist(), (output.num_computed + output.num_new).tolist(), strict=True))
+            for row, drafts in output.draft_tokens.items():
+                self.token_ids[row, ends[row] - len(drafts) : ends[row]] = drafts
 
     def append(self, rows: Int32, positions: Int32, tokens: Int32) -> None:
         """Token tokens[i] was sampled for rows[i]; it is the one at positions[i] of its sequence."""

@@ -5,7 +5,8 @@ Order of side effects in `execute`, as kvern.step fixes it:
   2. blocks are moved: see kvern.runner.block_moves;
   3. new requests fill their rows, new blocks are appended;
   4. the model writes keys and values of the step's tokens, layer by layer;
-  5. sampled tokens are appended to their rows: the next step reads them from there.
+  5. sampled tokens, accepted drafts among them, are appended to their rows: the next step reads them from there;
+  6. drafts are proposed for the rows that got tokens.
 The runner owns the cache's memory, the rows and the sampler's state; the scheduler owns which block is whose.
 A row whose logits are not finite fails alone.
 """
@@ -24,6 +25,8 @@ from kvern.runner.block_moves import BlockMover
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.input_batch import InputBatch, StepInputs
 from kvern.sampling.sampler import Sampler
+from kvern.speculative.ngram import Proposer
+from kvern.speculative.verify import count_drafts, sample_and_verify
 from kvern.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
 
 _LOGITS_ROWS = 256  # rows of logits computed at a time: bounds their memory, [rows, vocab] float32
@@ -39,8 +42,9 @@ class _PromptLogprobs(NamedTuple):
 class ModelRunner:
     """Runs `model` for rows and a cache of the size that `config` names."""
 
-    def __init__(self, model: Model, config: SchedulerConfig) -> None:
+    def __init__(self, model: Model, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
         self.model = model
+        self.proposer = proposer
         self.ops = model.ops
         self.config = config
         shape = model.config
@@ -99,22 +103,41 @@ class ModelRunner:
         return self.ops.to_numpy(self.model.logits(self.ops.take_rows(hidden, tokens)))
 
     def _sample(self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
-        """Sample where `output.samples` says so; append to the rows, and put into `result`."""
+        """Sample where `output.samples` says so, against the drafts if there are any; append to the rows, and put into
+        `result`."""
+        drafts = output.draft_tokens
+        most = max(map(len, drafts.values()), default=0)
+        result.token_ids = np.zeros((len(output.rows), 1 + most), dtype=np.int32)
         sampled = np.flatnonzero(output.samples)
-        for start in range(0, len(sampled), _LOGITS_ROWS):
-            index = sampled[start : start + _LOGITS_ROWS]
+        if result.errors:
+            sampled = sampled[[row not in result.errors for row in output.rows[sampled].tolist()]]
+        size = max(1, _LOGITS_ROWS // (1 + most))
+        for start in range(0, len(sampled), size):
+            index = sampled[start : start + size]
             rows: Int32 = output.rows[index]
-            positions: Int32 = output.num_computed[index] + output.num_new[index]
-            tokens = self.sampler.sample(self._logits(hidden, inputs.last[index]), rows, positions)
-            result.errors.update(tokens.errors)
-            result.logprobs.update({row: [entry] for row, entry in tokens.logprobs.items()})
-            good = np.ones(len(index), dtype=bool)
-            if result.errors:
-                good = np.array([row not in result.errors for row in rows.tolist()])
-            result.token_ids[index, 0] = tokens.token_ids
-            result.count[index] = good
-            self.batch.append(rows[good], positions[good], tokens.token_ids[good])
-            self.sampler.append(rows[good], tokens.token_ids[good])
+            num_drafts = count_drafts(drafts, rows)
+            positions: Int32 = output.num_computed[index] + output.num_new[index] - num_drafts
+            ends = np.cumsum(num_drafts + 1)  # of each row among the logits
+            places = np.arange(ends[-1]) + np.repeat(inputs.last[index] + 1 - ends, num_drafts + 1)
+            logits = self._logits(hidden, places)
+            verified = sample_and_verify(self.sampler, logits, rows, positions, drafts)
+            result.errors.update(verified.errors)
+            result.logprobs.update(verified.logprobs)
+            result.token_ids[index, : verified.token_ids.shape[1]] = verified.token_ids
+            result.count[index] = verified.count
+            i, column = (np.arange(1 + most) < verified.count[:, None]).nonzero()
+            self.batch.append(rows[i], positions[i] + column, verified.token_ids[i, column])
+            if self.proposer is not None:
+                self._propose(rows, positions + verified.count, verified.count, result)
+
+    def _propose(self, rows: Int32, known: Int32, count: Int32, result: ModelRunnerOutput) -> None:
+        """Drafts for the rows that got tokens; they have `known` of them now."""
+        assert self.proposer is not None
+        for i in count.nonzero()[0].tolist():
+            row = int(rows[i])
+            tokens = self.proposer.propose(self.batch.token_ids[row, : known[i]])
+            if tokens:
+                result.drafts[row] = tokens
 
     def _score_prompts(
         self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput

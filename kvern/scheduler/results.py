@@ -123,7 +123,10 @@ def _take_back_rejected(state: SchedulerState, output: SchedulerOutput, result: 
     for row, drafts in output.draft_tokens.items():
         i = _live_index(state, output, row)
         if i is not None:
-            state.batch.num_computed[row] -= len(drafts) - max(0, int(result.count[i]) - 1)
+            accepted = max(0, int(result.count[i]) - 1)
+            state.batch.num_computed[row] -= len(drafts) - accepted
+            state.stats.drafted_tokens += len(drafts)
+            state.stats.accepted_tokens += accepted
             if not state.config.async_scheduling:
                 state.batch.num_drafts[row] = 0
 
@@ -178,5 +181,5 @@ def _attach_logprobs(
         if delivered.get(id_of[row]):
             outputs.logprobs[id_of[row]] = entries[: delivered[id_of[row]]]
     for row, (first, entries) in result.prompt_logprobs.items():
-        if id_of[row] in state.requests:
+        if id_of[row] in state.requests or id_of[row] in delivered:
             outputs.prompt_logprobs[id_of[row]] = (first, entries)

@@ -3,8 +3,8 @@
 1. blocks that no token will read again (left of a sliding window) are given back
 2. a row about to write into a block that a fork shares gets a copy of its own
 3. rows with images are served one by one, since an image is computed whole or not at all; all others are served at
-   once as far as the free blocks reach; at the first row they do not reach, somebody leaves the batch, and the rest
-   is tried again
+   once as far as the free blocks reach; if they do not reach all, first the drafts go, then, at the first row they do
+   not reach, somebody leaves the batch, and the rest is tried again
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
         grows = (after > batch.num_blocks[now] * size).nonzero()[0]  # places of those that need blocks
         need = -(-after[grows] // size) - batch.num_blocks[now[grows]]
         served = _reach(need, grows, len(now), cache.num_free_blocks // num_groups)
+        if served < len(now) and _forget_drafts(state, now):
+            continue
         if not ordered and (served < len(now) or grant is not wanted):
             # Not everybody gets what they want: now the order matters, and it has to be fresh.
             ordered = True
@@ -60,6 +62,15 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
         if served < len(now):
             pending = pending[pending != _make_room(state)]
     return len(state.notices.preempted_rows) > preempted_before
+
+
+def _forget_drafts(state: SchedulerState, rows: Int32) -> bool:
+    """Blocks are short, and a guess is worth nobody's place. False if these rows have none; drafts of a step under way
+    are not theirs to forget."""
+    batch = state.batch
+    rows = rows[(batch.num_drafts[rows] > 0) & (batch.num_computed[rows] < batch.num_tokens[rows])]
+    batch.num_drafts[rows] = 0
+    return len(rows) > 0
 
 
 def _reach(need: Int32, grows: NDArray[np.intp], num_rows: int, num_free: int) -> int:

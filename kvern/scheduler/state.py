@@ -36,6 +36,8 @@ class SchedulerStats:
     steps: int = 0
     scheduled_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0  # proposed, and judged by the model
+    accepted_tokens: int = 0  # of those, the model would have said the same
     prefix_queried_tokens: int = 0  # tokens of requests at their first admission
     prefix_hit_tokens: int = 0  # of those, found in the cache
     preemptions: int = 0

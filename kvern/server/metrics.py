@@ -109,6 +109,8 @@ class _EngineCollector(Collector):
             ("kvern_prefix_cache_hit_tokens", "prompt tokens found in the cache", stats.prefix_hit_tokens),
             ("kvern_preemptions", "times a running request lost its place", stats.preemptions),
             ("kvern_recomputed_tokens", "tokens computed again after a preemption", stats.recomputed_tokens),
+            ("kvern_drafted_tokens", "tokens proposed and judged in steps", stats.drafted_tokens),
+            ("kvern_accepted_tokens", "drafted tokens that were right", stats.accepted_tokens),
             ("kvern_steps", "steps of the engine", stats.steps),
             ("kvern_scheduled_tokens", "tokens computed in steps", stats.scheduled_tokens),
         ):  # fmt: skip

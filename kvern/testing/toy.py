@@ -26,6 +26,7 @@ from kvern.step import Int32, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.sampling.sampler import Sampler
+    from kvern.speculative.ngram import Proposer
 
 VOCAB_SIZE = 259  # the byte tokenizer's: 3 special ids, then one id per byte
 EOS_TOKEN_ID = 2
@@ -84,7 +85,7 @@ class _Row:
 class HistoryHashExecutor:
     """Computes steps of the toy model, from SchedulerOutputs alone."""
 
-    def __init__(self, config: SchedulerConfig, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(self, config: SchedulerConfig, vocab_size: int = VOCAB_SIZE, proposer: Proposer | None = None) -> None:
         self.block_size = config.block_size
         self.vocab_size = vocab_size
         self._eos = config.eos_token_ids
@@ -94,6 +95,7 @@ class HistoryHashExecutor:
         self._groups = [make_group(spec, config.block_size) for spec in config.kv_groups]
         self._rows: dict[int, _Row] = {}
         self._sampler: Sampler | None = None
+        self._proposer = proposer
 
     def execute(self, output: SchedulerOutput, forced: dict[int, list[int]] | None = None) -> ModelRunnerOutput:
         """`forced`: row -> tokens to deliver in place of the model's, for tests that script a run."""
@@ -111,14 +113,16 @@ class HistoryHashExecutor:
             self._prompt_logprobs(row, starts[i], int(ends[i]), result)
             if forced is not None and row in forced:
                 chosen = list(forced[row])
+                if self._sampler is not None and not self._rows[row].plain:
+                    for token in chosen:
+                        self._sampler.append(_one(row), _one(token))
             elif output.samples[i]:
                 chosen = self._sample(row, int(ends[i]), output.draft_tokens.get(row, []), result)
             else:
                 chosen = []
             self._rows[row].tokens += chosen
-            if self._sampler is not None and not self._rows[row].plain:
-                for token in chosen:
-                    self._sampler.append(_one(row), _one(token))
+            if self._proposer is not None and chosen:
+                result.drafts[row] = self._proposer.propose(np.array(self._rows[row].tokens, dtype=np.int32))
             tokens.append(chosen)
         filled = ModelRunnerOutput.of(tokens)
         result.token_ids, result.count = filled.token_ids, filled.count
@@ -184,23 +188,27 @@ class HistoryHashExecutor:
 
     def _sample(self, row: int, end: int, drafts: list[int], result: ModelRunnerOutput) -> list[int]:
         """The tokens after position end - 1 - drafts: drafts as long as the model agrees, then one of its own."""
+        first = end - len(drafts)
+        if not self._rows[row].plain:
+            return self._sample_as_asked(row, first, drafts, result)
         chosen: list[int] = []
         for k in range(len(drafts) + 1):
-            chosen.append(self._one_token(row, end - len(drafts) + k, result))
+            chosen.append(next_token(self._history(row, first + k)))
             if k < len(drafts) and chosen[-1] != drafts[k]:
                 break
         return chosen
 
-    def _one_token(self, row: int, length: int, result: ModelRunnerOutput) -> int:
-        history = self._history(row, length)
-        if self._rows[row].plain:
-            return next_token(history)
-        logits = toy_logits(history, self.vocab_size)[None]
-        sampled = self._the_sampler().sample(logits, _one(row), _one(length))
-        result.errors.update(sampled.errors)
-        if row in sampled.logprobs:
-            result.logprobs.setdefault(row, []).append(sampled.logprobs[row])
-        return int(sampled.token_ids[0])
+    def _sample_as_asked(self, row: int, first: int, drafts: list[int], result: ModelRunnerOutput) -> list[int]:
+        from kvern.speculative.verify import sample_and_verify
+
+        lengths = range(first, first + len(drafts) + 1)
+        logits = np.stack([toy_logits(self._history(row, n), self.vocab_size) for n in lengths])
+        proposed = {row: drafts} if drafts else {}
+        verified = sample_and_verify(self._the_sampler(), logits, _one(row), _one(first), proposed)
+        result.errors.update(verified.errors)
+        result.logprobs.update(verified.logprobs)
+        tokens: list[int] = verified.token_ids[0, : verified.count[0]].tolist()
+        return tokens
 
     def _prompt_logprobs(self, row: int, start: int, end: int, result: ModelRunnerOutput) -> None:
         """Logprobs of the prompt tokens that follow positions start .. end - 1."""

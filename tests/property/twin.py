@@ -122,6 +122,9 @@ class Twin:
     def schedule(self) -> TwinStep:
         step = TwinStep()
         self.fresh = set()
+        if not self.drafts_fit():
+            for r in self.running():
+                r.drafts = []
         for r in self.running():
             if r.status is RUNNING:  # it may have been preempted by one before it
                 self.schedule_running(r, step)
@@ -133,6 +136,14 @@ class Twin:
         else:
             self.schedule_waiting(step)
         return step
+
+    def drafts_fit(self) -> bool:
+        """Whether every running request gets its blocks, drafts included, without anybody going."""
+        trial, need = TwinStep(), 0
+        for r in self.running():
+            trial.n[r.id] = n = self.cut(r, r.computed, trial)
+            need += max(0, self.blocks_for(r.computed + n) - len(r.table))
+        return need <= self.num_free
 
     def schedule_running(self, r: TwinRequest, step: TwinStep) -> None:
         n = self.cut(r, r.computed, step)

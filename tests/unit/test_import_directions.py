@@ -19,6 +19,7 @@ FLOORS = [
     ["cache", "weights", "kernels"],
     ["scheduler", "layers", "tokenizer"],
     ["models", "sampling"],
+    ["speculative"],
     ["runner"],
     ["executor"],
     ["testing"],
@@ -32,6 +33,7 @@ LAZY_EXCEPTIONS = {
     ("executor", "testing"),  # toy:history-hash is a model by name
     ("engine", "testing"),  # preempt_probability is a fault on purpose
     ("testing", "sampling"),
+    ("testing", "speculative"),
 }
 
 
