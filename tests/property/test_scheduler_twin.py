@@ -37,7 +37,7 @@ def test_crowded_pools(policy: str, ahead: bool) -> None:
     assert preemptions > 20 and hits > 100, (preemptions, hits)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_workloads_that_shrink(rng: random.Random) -> None:
     Play(random_workload(rng), rng).run()
