@@ -51,7 +51,9 @@ class RandomCheckpoint:
             }
             if config.architecture == "qwen2":
                 layer |= {f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", q), ("k", kv), ("v", kv))}
-            if config.architecture == "qwen3":
+            if config.architecture == "gemma3":
+                layer |= {f"{x}_feedforward_layernorm.weight": (hidden,) for x in ("pre", "post")}
+            if config.architecture in ("gemma3", "qwen3"):
                 layer |= {f"self_attn.{x}_norm.weight": (config.head_dim,) for x in "qk"}
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
         rng = np.random.default_rng(seed)

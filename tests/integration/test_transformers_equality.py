@@ -36,20 +36,20 @@ PROMPTS = {
 }
 
 
-def continuations(path):
+def continuations(path, prompts):
     """{name: prompt + NUM_TOKENS greedy tokens, logits [NUM_TOKENS, vocab] they were chosen from}."""
     executor, limits, _ = load_executor(
-        EngineConfig(model=str(path), max_model_len=2048, num_blocks=400, max_num_seqs=len(PROMPTS))
+        EngineConfig(model=str(path), max_model_len=2048, num_blocks=800, max_num_seqs=len(prompts))
     )
     tokenizer = load_tokenizer(resolve_model(str(path)))
     driver = Driver(executor._runner.model, **{name: getattr(limits, name) for name in ("num_blocks", "max_model_len")})
     tokens = {}
-    for row, text in enumerate(PROMPTS.values()):
+    for row, text in enumerate(prompts.values()):
         tokens[row] = tokenizer.encode(text)
         driver.add(row, tokens[row])
     starts = {row: len(ids) for row, ids in tokens.items()}
     assert max(starts.values()) > 1000
-    assert min(starts.values()) == 1
+    assert min(starts.values()) == 1 + tokenizer.add_bos
     while any(len(tokens[row]) < starts[row] + NUM_TOKENS for row in tokens):
         amounts = {}
         for row, (computed, known, _) in driver.rows.items():
@@ -60,7 +60,7 @@ def continuations(path):
         for i, row in enumerate(amounts):
             tokens[row] += result.token_ids[i, : result.count[i]].tolist()
     found = {}
-    for row, name in enumerate(PROMPTS):
+    for row, name in enumerate(prompts):
         logits = np.stack([driver.logits[row, starts[row] + i] for i in range(NUM_TOKENS)])
         found[name] = (tokens[row], logits)
     return found
@@ -76,12 +76,14 @@ def reference_model(path):
     ).eval()
 
 
-@pytest.mark.parametrize("model", ["smollm2", "qwen0.5b"])
-def test_greedy_tokens_and_logits_equal_those_of_transformers(model):
+@pytest.mark.parametrize(
+    ("model", "names"), [("smollm2", [*PROMPTS]), ("qwen0.5b", [*PROMPTS]), ("gemma270m", ["one token", "long"])]
+)
+def test_greedy_tokens_and_logits_equal_those_of_transformers(model, names):
     import torch
 
     path = fetch(model)
-    ours = continuations(path)
+    ours = continuations(path, {name: PROMPTS[name] for name in names})
     theirs = reference_model(path)
     for name, (tokens, logits) in ours.items():
         with torch.no_grad():
