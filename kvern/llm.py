@@ -56,18 +56,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; one RequestOutput each, in the order of the prompts.
 
         prompts: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of any of these.
-        sampling_params, priority (lower runs first, under policy "priority"): one for all, or one per prompt.
+        sampling_params, priority (lower runs first, under policy "priority"), tenant (shares fairly, under policy
+        "fair"): one for all, or one per prompt.
         progress: show a bar, if stderr is a terminal.
 
         Raises InvalidRequest, before anything is admitted, naming the prompt it is about; EngineDeadError.
         """
         several = _as_list(prompts)
-        return self._run([_text_or_ids(prompt) for prompt in several], sampling_params, priority, progress)
+        return self._run([_text_or_ids(prompt) for prompt in several], sampling_params, priority, tenant, progress)
 
     def chat(
         self,
@@ -98,7 +100,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, priority, progress)
+        return self._run(prompts, sampling_params, priority, None, progress)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -106,7 +108,7 @@ class LLM:
         """Complete one prompt, giving what is new after each step. Closing the iterator ends the request; until it is
         exhausted or closed, calls from other threads wait, and from this one raise RuntimeError."""
         with self._exclusive():
-            requests = self._prepare_all([_text_or_ids(prompt)], [sampling_params or SamplingParams()], [0])
+            requests = self._prepare_all([_text_or_ids(prompt)], [sampling_params or SamplingParams()], [0], [None])
             try:
                 for request_id, children in requests.items():
                     self._client.add(request_id, children)
@@ -118,6 +120,11 @@ class LLM:
     def chat_token_ids(self, messages: list[Message], **options: Any) -> list[int]:
         """A conversation as the model reads it; `options` as for `chat`. Raises InvalidRequest."""
         return self._client.input_processor.tokenize_chat(messages, **options)
+
+    def set_policy(self, name: str, **options: Any) -> None:
+        """Another scheduling policy, by name or module:Class, from the next step on; running requests go on. Raises
+        InvalidConfig, and the policy stays as it was. May be called while a stream is open."""
+        self._client.core.admin.set_policy(name, options)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._client.tokenizer
@@ -137,12 +144,14 @@ class LLM:
         prompts: list[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
+        tenant: str | Sequence[str | None] | None,
         progress: bool,
     ) -> list[RequestOutput]:
         samplings = _per_prompt(sampling_params or SamplingParams(), len(prompts), "sampling_params")
         priorities = _per_prompt(priority, len(prompts), "priority")
+        tenants = _per_prompt(tenant, len(prompts), "tenant")
         with self._exclusive():
-            requests = self._prepare_all(prompts, samplings, priorities)
+            requests = self._prepare_all(prompts, samplings, priorities, tenants)
             collectors = {
                 request_id: OutputCollector(
                     request_id, prompt if isinstance(prompt, str) else None, children[0].prompt_token_ids, len(children)
@@ -163,15 +172,20 @@ class LLM:
         return [collector.output() for collector in collectors.values()]
 
     def _prepare_all(
-        self, prompts: list[str | list[int]], samplings: Sequence[SamplingParams], priorities: Sequence[int]
+        self,
+        prompts: list[str | list[int]],
+        samplings: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        tenants: Sequence[str | None],
     ) -> dict[str, list[AddRequest]]:
         """{request id: what the engine is told}, in the order of the prompts. All of them are valid, or none is."""
         requests = {}
-        for place, (prompt, sampling, priority) in enumerate(zip(prompts, samplings, priorities, strict=True)):
+        given = zip(prompts, samplings, priorities, tenants, strict=True)
+        for place, (prompt, sampling, priority, tenant) in enumerate(given):
             request_id = str(next(self._ids))
             try:
                 requests[request_id] = self._client.input_processor.process(
-                    request_id, prompt, sampling, priority=priority
+                    request_id, prompt, sampling, priority=priority, tenant=tenant
                 )
             except InvalidRequest as exc:
                 if len(prompts) == 1:

@@ -347,9 +347,11 @@ class AsyncClient:
         self._abort_children(self._output.abort(request_ids))
 
     async def call(self, name: str, timeout: float = 10.0, **arguments: Any) -> Any:
-        """Ask the engine: "stats" -> EngineStats as a dict, "requests" -> one dict per live request, "ping" -> None.
+        """Ask the engine: "stats" -> EngineStats as a dict, "requests" -> one dict per live request, "ping" -> None,
+        "policy" and "set_policy" (policy, options) -> see kvern.engine.admin.
 
-        It is answered between two steps. Raises TimeoutError, EngineDeadError, ValueError for an unknown name.
+        It is answered between two steps. Raises TimeoutError, EngineDeadError, ValueError for an unknown name or with
+        what the engine has against the arguments.
         """
         if self._death is not None:
             raise EngineDeadError(self._death)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from kvern.clock import Clock, MonotonicClock
 from kvern.config import EngineConfig, ModelConfig
+from kvern.engine.admin import Admin
 from kvern.engine.messages import AddRequest, EngineDeadError, EngineStats, RequestUpdate, StepReport, WireLogprobs
 from kvern.executor.base import Executor
 from kvern.request import BlockedBy, Request
@@ -47,6 +47,7 @@ class EngineCore:
         self.executor = executor
         self.scheduler = scheduler
         self.clock: Clock = clock or MonotonicClock()
+        self.admin = Admin(scheduler, self.clock)
         self.failure: str | None = None  # why this core is dead
         self._check_invariants = check_invariants
         self._before_step = before_step
@@ -66,6 +67,7 @@ class EngineCore:
             result = self.executor.execute(output) if output.has_work else ModelRunnerOutput.nothing()
             outputs = self.scheduler.update_from_output(output, result, now)
             self._watch_progress(output, outputs)
+            self.admin.after_step()
             if self._check_invariants:
                 self.scheduler.check_invariants()
         except BaseException as exc:
@@ -118,6 +120,12 @@ class EngineCore:
             waiting_by_reason={reason.value: n for reason, n in scheduler.waiting_by_reason().items()},
             num_blocks=scheduler.config.num_blocks - 1,  # the null block is nobody's
             num_free_blocks=scheduler.num_free_blocks,
+            num_host_blocks=scheduler.config.host_blocks,
+            num_free_host_blocks=scheduler.num_free_host_blocks,
+            swapped_out_blocks=totals.swapped_out_blocks,
+            swapped_in_blocks=totals.swapped_in_blocks,
+            policy_errors=totals.policy_errors,
+            policy_changes=self.admin.policy_changes,
             steps=totals.steps,
             scheduled_tokens=totals.scheduled_tokens,
             generated_tokens=totals.generated_tokens,
@@ -130,16 +138,12 @@ class EngineCore:
             last_step_seconds=self._last_step_seconds,
         )
 
-    def requests(self) -> list[dict[str, Any]]:
-        """One plain dict per live request, oldest first: what people ask when they wonder why one waits."""
-        return [self._describe(request) for request in self.scheduler.requests.values()]
-
     def dump(self) -> str:
         """The state in words, for the log of a failure; so it never raises, whatever is broken."""
         try:
             requests = list(self.scheduler.requests.values())
             lines = [f"state: {self.stats()}"]
-            lines += [f"  {self._describe(request)}" for request in requests[:_DUMPED_REQUESTS]]
+            lines += [f"  {self.admin.describe(request)}" for request in requests[:_DUMPED_REQUESTS]]
             if len(requests) > _DUMPED_REQUESTS:
                 lines.append(f"  ... and {len(requests) - _DUMPED_REQUESTS} more")
             return "\n".join(lines)
@@ -148,22 +152,6 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
-
-    def _describe(self, request: Request) -> dict[str, Any]:
-        view = self.scheduler.view(request)
-        return {
-            "request_id": view.id,
-            "status": view.status.value,
-            "blocked_by": view.blocked_by.value if view.blocked_by else None,
-            "age_seconds": round(self.clock.now() - view.arrival_time, 3),
-            "num_prompt_tokens": view.num_prompt_tokens,
-            "num_tokens": view.num_tokens,
-            "num_computed_tokens": view.num_computed_tokens,
-            "num_blocks": len(view.block_ids),
-            "num_preemptions": view.num_preemptions,
-            "priority": view.priority,
-            "tenant": view.tenant,
-        }
 
     def _require_alive(self) -> None:
         if self.failure is not None:

@@ -46,7 +46,8 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class Control(msgspec.Struct, tag="control", kw_only=True):
-    """A question or an order outside the flow of requests: "ping", "stats", "requests", "shutdown"."""
+    """A question or an order outside the flow of requests: "ping", "stats", "requests", "policy", "set_policy",
+    "shutdown"."""
 
     call_id: int
     name: str
@@ -85,6 +86,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     waiting_by_reason: dict[str, int] = {}
     num_blocks: int = 0  # usable ones
     num_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    policy_errors: int = 0
+    policy_changes: int = 0
     steps: int = 0
     scheduled_tokens: int = 0
     generated_tokens: int = 0

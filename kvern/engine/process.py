@@ -128,7 +128,15 @@ class EngineProcess:
         if control.name == "stats":
             result = core.stats()
         elif control.name == "requests":
-            result = core.requests()
+            result = core.admin.requests()
+        elif control.name == "policy":
+            result = core.admin.policy()
+        elif control.name == "set_policy":
+            try:
+                result = core.admin.set_policy(control.arguments["policy"], control.arguments.get("options"))
+            except InvalidConfig as exc:
+                self.send(ControlReply(call_id=control.call_id, error=str(exc)))
+                return
         elif control.name == "shutdown":
             self._drain_until = time.monotonic() + float(control.arguments.get("drain_seconds", 0.0))
             return  # the answer is that the process ends

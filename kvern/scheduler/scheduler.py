@@ -265,6 +265,11 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         return self.state.cache.num_free_blocks
 
+    @property
+    def num_free_host_blocks(self) -> int:
+        pool = self.state.cache.host_pool
+        return 0 if pool is None else pool.num_free
+
     def running(self) -> list[Request]:
         """Running requests, in running order."""
         return self.state.batch.requests_in_order()

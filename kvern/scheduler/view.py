@@ -14,7 +14,7 @@ class Explanation:
     """Why a request waits, in numbers. `str()` says it in words."""
 
     reason: BlockedBy
-    rank: int | None  # its place in the order in which waiting requests are tried, 0 = next; None: not in line
+    rank: int | None  # how many were before it when somebody was last admitted, or could be; None: not in line
     blocks_short: int  # blocks it needs beyond those it could have now; 0 if there are enough
     overtaken_by: int  # requests admitted before it while it was short of blocks
     waits_for: str | None = None  # the sibling whose prompt it shares

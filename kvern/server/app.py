@@ -26,6 +26,7 @@ from fastapi.responses import Response
 from kvern import __version__
 from kvern.config import EngineConfig, InvalidConfig, ServerConfig
 from kvern.engine.client import AsyncClient
+from kvern.server import admin
 from kvern.server.errors import install_error_handlers
 from kvern.server.metrics import CONTENT_TYPE
 from kvern.server.openai.chat import ChatShape
@@ -110,6 +111,18 @@ def _add_own_routes(app: FastAPI, server: ServerState) -> None:
     async def metrics() -> Response:
         return Response(server.metrics.render(), media_type=CONTENT_TYPE)
 
+    async def policy() -> Response:
+        return await admin.get_policy(server)
+
+    async def set_policy(request: Request) -> Response:
+        return await admin.set_policy(server, request)
+
+    async def requests() -> Response:
+        return await admin.get_requests(server)
+
+    app.add_api_route("/admin/policy", policy, methods=["GET"])
+    app.add_api_route("/admin/policy", set_policy, methods=["POST"])
+    app.add_api_route("/admin/requests", requests, methods=["GET"])
     for path, endpoint in {"/": root, "/health": health, "/version": version, "/metrics": metrics}.items():
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"])
 

@@ -15,7 +15,12 @@ from starlette.exceptions import HTTPException
 from kvern.engine.messages import EngineDeadError
 from kvern.sampling_params import InvalidRequest
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "service_unavailable_error",
+}
 # What the router says in one word, in a form that helps.
 _MESSAGES = {404: "there is nothing at {method} {path}", 405: "{path} does not take {method}"}
 

@@ -102,8 +102,12 @@ class _EngineCollector(Collector):
         for blocked_by in BlockedBy:
             waiting.add_metric([blocked_by.value], stats.waiting_by_reason.get(blocked_by.value, 0))
         yield waiting
-        used = (stats.num_blocks - stats.num_free_blocks) / stats.num_blocks if stats.num_blocks else 0.0
+        used = _ratio(stats.num_blocks - stats.num_free_blocks, stats.num_blocks)
         yield GaugeMetricFamily("kvern_kv_cache_usage_ratio", "share of the blocks that requests hold", used)
+        hosted = _ratio(stats.num_host_blocks - stats.num_free_host_blocks, stats.num_host_blocks)
+        yield GaugeMetricFamily("kvern_host_cache_usage_ratio", "share of the host's blocks in use", hosted)
+        tax = _ratio(stats.recomputed_tokens, stats.scheduled_tokens)
+        yield GaugeMetricFamily("kvern_recompute_tax", "recomputed tokens / computed tokens", tax)
         for name, text, value in (
             ("kvern_prefix_cache_queried_tokens", "prompt tokens looked up", stats.prefix_queried_tokens),
             ("kvern_prefix_cache_hit_tokens", "prompt tokens found in the cache", stats.prefix_hit_tokens),
@@ -111,7 +115,15 @@ class _EngineCollector(Collector):
             ("kvern_recomputed_tokens", "tokens computed again after a preemption", stats.recomputed_tokens),
             ("kvern_drafted_tokens", "tokens proposed and judged in steps", stats.drafted_tokens),
             ("kvern_accepted_tokens", "drafted tokens that were right", stats.accepted_tokens),
+            ("kvern_swapped_out_blocks", "blocks moved to the host", stats.swapped_out_blocks),
+            ("kvern_swapped_in_blocks", "blocks moved back from the host", stats.swapped_in_blocks),
+            ("kvern_policy_errors", "failures of the scheduling policy", stats.policy_errors),
+            ("kvern_policy_changes", "times another policy was set", stats.policy_changes),
             ("kvern_steps", "steps of the engine", stats.steps),
             ("kvern_scheduled_tokens", "tokens computed in steps", stats.scheduled_tokens),
         ):  # fmt: skip
             yield CounterMetricFamily(name, text, value)
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -78,7 +78,8 @@ async def generate(server: ServerState, http: Request, shape_type: type[Shape[An
         prompts = await _tokenize(shape, http)
         if prompts is None:
             return _nobody()
-        generation = await Generation.admit(server.client, server.metrics, request, prompts, shape.sampling)
+        tenant = server.tenant_of(request.user, http.headers.get("x-tenant"))
+        generation = await Generation.admit(server.client, server.metrics, request, prompts, shape.sampling, tenant)
     except Exception as exc:
         server.metrics.rejected.labels(str(as_api_error(exc).status)).inc()
         raise

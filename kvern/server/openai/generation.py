@@ -47,6 +47,7 @@ class Generation:
         request: GenerationRequest,
         prompts: list[list[int]],
         sampling: SamplingParams,
+        tenant: str | None,
     ) -> Generation:
         """Send every prompt to the engine, or none. Raises InvalidRequest and EngineDeadError."""
         generation = cls(new_id(request.id_prefix), sampling.n, metrics)
@@ -57,8 +58,10 @@ class Generation:
                     sampling,
                     request_id=generation.id if len(prompts) == 1 else f"{generation.id}-{i}",
                     priority=request.priority or 0,
-                    tenant=request.user or None,
+                    tenant=tenant,
                     cache_salt=request.cache_salt,
+                    ttft_target=request.ttft_target,
+                    tpot_target=request.tpot_target,
                 )
                 generation._own(stream, prompt)
                 if i % _TURN == _TURN - 1:

@@ -81,6 +81,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: _Priority | None = None
     user: str | None = None
     cache_salt: str | None = None
+    ttft_target: float | None = None
+    tpot_target: float | None = None
     return_tokens_as_token_ids: bool | None = None
 
     # Refused unless they say the same as their absence: see _NEUTRAL.
