@@ -88,8 +88,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         str | None, Meta(description="size of the KV cache, as 2GiB or 512MiB; default: from the memory that is free")
     ] = None
     kv_host_memory: Annotated[
-        str | None, Meta(description="size of the host's part of the KV cache, for preemption swap and auto")
+        str | None,
+        Meta(description="size of the host tier: room to swap to, and for evicted prefixes that may be hit again"),
     ] = None
+    kv_disk: Annotated[
+        str | None, Meta(description="folder of the disk tier: evicted prefixes, which survive a restart")
+    ] = None
+    kv_disk_size: Annotated[str, Meta(description="size of the disk tier")] = "4GiB"
     enable_prefix_caching: Annotated[bool, Meta(description="share blocks of equal prefixes")] = True
 
     check_invariants: Annotated[bool, Meta(description="check the scheduler's state after every step (slow)")] = False
@@ -104,6 +109,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
         if self.kv_host_memory is not None:
             parse_bytes(self.kv_host_memory, "kv_host_memory")
+        parse_bytes(self.kv_disk_size, "kv_disk_size")
 
 
 class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -180,6 +186,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     encoder_cache_size: Annotated[int, Meta(ge=0)] = 0  # image embeddings kept
     transfer_lease: Annotated[float, Meta(gt=0.0)] = 300.0  # seconds after which a transfer counts as failed
     kv_load_failure: str = "recompute"
+    disk_blocks: Annotated[int, Meta(ge=0)] = 0
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True

@@ -7,8 +7,8 @@ of each row's tokens and block table, and brings it up to date from the differen
 
 Order in which an executor must apply a SchedulerOutput:
   1. finished_rows, preempted_rows: forget what those rows held.
-  2. blocks_to_swap_out, blocks_to_copy, blocks_to_swap_in, blocks_to_zero, in this order; of each, every source is
-     read before any destination is written.
+  2. blocks_to_disk, blocks_to_swap_out, blocks_to_copy, blocks_from_disk, blocks_to_swap_in, deleted_from_disk,
+     blocks_to_zero, in this order; of each, every source is read before any destination is written.
   3. new_requests: fill the row from scratch. 4. new_blocks: append to the tables.
   5. compute positions num_computed .. num_computed + num_new of every row; sample where `samples` says so.
 Steps are applied in the order of step_id, also when several are planned ahead. One that was planned while drafts of a
@@ -81,6 +81,9 @@ class SchedulerOutput:
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
     blocks_to_zero: list[int] = field(default_factory=list)
+    blocks_to_disk: list[tuple[str, int, str]] = field(default_factory=list)  # ("device" or "host", block, file name)
+    blocks_from_disk: list[tuple[str, int]] = field(default_factory=list)  # (file name, device block)
+    deleted_from_disk: list[str] = field(default_factory=list)  # file names
     finished_req_ids: list[str] = field(default_factory=list)  # finished since the last step, each told once
     finished_rows: list[int] = field(default_factory=list)
     preempted_req_ids: list[str] = field(default_factory=list)
@@ -106,6 +109,7 @@ class SchedulerOutput:
         return not self.empty or bool(
             self.connector_metadata is not None or self.finished_rows or self.preempted_rows or self.blocks_to_copy
             or self.blocks_to_swap_in or self.blocks_to_swap_out or self.blocks_to_zero
+            or self.blocks_to_disk or self.blocks_from_disk or self.deleted_from_disk
         )  # fmt: skip
 
 
@@ -128,6 +132,7 @@ class ModelRunnerOutput:
     drafts: row -> tokens proposed for the next step.
     kv_arrived, kv_sent: ids of requests whose transfers have ended; kv_failed: id -> places in its table whose block
     could not be loaded.
+    lost: (file name, device block) of blocks_from_disk whose file was not there or damaged.
     errors: row -> message: this row failed alone (NaN logits and the like); it ends with an error.
     """
 
@@ -140,6 +145,7 @@ class ModelRunnerOutput:
     kv_arrived: list[str] = field(default_factory=list)
     kv_failed: dict[str, list[int]] = field(default_factory=dict)
     kv_sent: list[str] = field(default_factory=list)
+    lost: list[tuple[str, int]] = field(default_factory=list)
 
     @staticmethod
     def nothing() -> ModelRunnerOutput:

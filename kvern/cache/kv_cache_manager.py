@@ -17,6 +17,7 @@ because copies come first.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,15 +26,19 @@ from numpy.typing import NDArray
 from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.groups import make_group
 from kvern.cache.prefix_index import PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
+from kvern.cache.tiers import DiskTier, HostTier
 from kvern.request import Request
+
+ON_DISK = -(1 << 30)  # in the tables of a hit; other negative numbers are host blocks
 
 
 class CacheHit(NamedTuple):
     """What a lookup found: `num_tokens` tokens that need not be computed.
 
-    tables: one per group, equally long; entries are shared as they are, 0 where the group needs none.
-    copy_from: empty, or one block per group: the next block is cached too but must be copied before its last token is
-    computed anew, since the whole prompt is cached and a step computes at least one token."""
+    tables: one per group, equally long. Entries above 0 are shared as they are; 0 stands where the group needs none;
+    -b stands for host block b, and ON_DISK for one on disk: their content is loaded into a new block.
+    copy_from: empty, or one entry per group: the next block is cached too but must be copied or loaded before its last
+    token is computed anew, since the whole prompt is cached and a step computes at least one token."""
 
     tables: list[list[int]]
     num_tokens: int
@@ -45,12 +50,28 @@ class CacheHit(NamedTuple):
 
     def blocks(self) -> list[int]:
         """Those that are shared, of all groups."""
-        return [block for table in self.tables for block in table if block != NULL_BLOCK]
+        return [block for table in self.tables for block in table if block > 0]
+
+    def num_on_device(self) -> int:
+        """How many blocks there are before the first that has to be loaded."""
+        return min(next((i for i, block in enumerate(table) if block < 0), len(table)) for table in self.tables)
+
+
+@dataclass(slots=True)
+class TierMoves:
+    """What the executor has to move between the tiers in this step. Hashes name the files on disk."""
+
+    to_host: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    from_host: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    to_disk: list[tuple[str, int, bytes]] = field(default_factory=list)  # ("device" or "host", block, hash)
+    from_disk: list[tuple[bytes, int]] = field(default_factory=list)  # (hash, device block)
+    deleted: list[bytes] = field(default_factory=list)  # hashes of files to delete
 
 
 class KVCacheManager:
     """num_blocks, host_blocks: sizes of the device pool (block 0 included) and of the host pool (0 = no host pool).
-    groups: see kvern.cache.groups.make_group. chunk: most tokens of a request in one step."""
+    disk_blocks: most blocks kept on disk. groups: see kvern.cache.groups.make_group. chunk: most tokens of a request in
+    one step."""
 
     def __init__(
         self,
@@ -60,6 +81,7 @@ class KVCacheManager:
         groups: Sequence[str] = ("full",),
         chunk: int = 1024,
         host_blocks: int = 0,
+        disk_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -67,16 +89,17 @@ class KVCacheManager:
         self.chunk = chunk
         self.index = PrefixIndex()
         if enable_prefix_caching:
-            self.pool = BlockPool(num_blocks, self.index.is_hashed, self.index.remove)
+            self.pool = BlockPool(num_blocks, self.index.is_hashed, self._evicted)
         else:
             self.pool = BlockPool(num_blocks)
-        self.host_pool = BlockPool(host_blocks + 1) if host_blocks else None
+        self.disk = DiskTier(disk_blocks) if disk_blocks and enable_prefix_caching else None
+        self.host = HostTier(host_blocks, self._host_evicted) if host_blocks else None
+        self.moves = TierMoves()
         # The same hash means different blocks in different groups.
         self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
         self._miss = CacheHit([[] for _ in self.groups], 0)
-        self.host_leaving: list[int] = []  # host blocks let go since the last step
         self._filled_by: dict[int, int] = {}  # blocks published in this step -> the row that fills them
-        self._memo: dict[str, tuple[int, CacheHit]] = {}  # request id -> (index version, hit), while it waits
+        self._memo: dict[str, tuple[tuple[int, ...], CacheHit]] = {}  # request id -> (versions, hit), while it waits
 
     @property
     def num_free_blocks(self) -> int:
@@ -103,8 +126,8 @@ class KVCacheManager:
         Changes nothing. A repeated lookup costs nothing until the index changes."""
         if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return self._miss  # prompt logprobs need every position computed
-        memo = self._memo.get(request.id)
-        if memo is not None and memo[0] == self.index.version:
+        memo, version = self._memo.get(request.id), self._version()
+        if memo is not None and memo[0] == version:
             return memo[1]
         self._extend_hashes(request, request.token_ids, request.num_tokens)
         hashes = request.block_hashes
@@ -115,15 +138,30 @@ class KVCacheManager:
             hit = self._hit(self._longest(hashes[:-1]) if whole else length, hashes)
         # What is filled in this step may be copied in the next, although the index does not change.
         if not self._filled_by:
-            self._memo[request.id] = (self.index.version, hit)
+            self._memo[request.id] = (version, hit)
         return hit
+
+    def _version(self) -> tuple[int, ...]:
+        lower = (self.host.index.version if self.host else 0, self.disk.version if self.disk else 0)
+        return (self.index.version, *lower)
+
+    def _where(self, key: bytes) -> int:
+        """The block with this hash, as an entry of a hit's tables; 0 if it is in no tier."""
+        block = self.index.get(key)
+        if block is not None:
+            return block
+        if self.host is not None:
+            block = self.host.index.get(key)
+            if block is not None:
+                return -block
+        return ON_DISK if self.disk is not None and key in self.disk else NULL_BLOCK
 
     def _longest(self, hashes: list[bytes]) -> int:
         """How many leading blocks can be hit in all groups."""
-        if len(self.groups) == 1 and not self.groups[0].drops:
+        if len(self.groups) == 1 and not self.groups[0].drops and self.host is None and self.disk is None:
             return len(self.index.longest_prefix(hashes))
         length = len(hashes)
-        cached = [[self.index.get(h + suffix) is not None for h in hashes] for suffix in self._suffixes]
+        cached = [[self._where(h + suffix) != NULL_BLOCK for h in hashes] for suffix in self._suffixes]
         while True:
             shortest = length
             for group, there in zip(self.groups, cached, strict=True):
@@ -140,7 +178,7 @@ class KVCacheManager:
         tables = []
         for group, suffix in zip(self.groups, self._suffixes, strict=True):
             first = group.first_needed(num_computed)
-            blocks = [self.index.get(block_hash + suffix) or NULL_BLOCK for block_hash in hashes[first:length]]
+            blocks = [self._where(block_hash + suffix) for block_hash in hashes[first:length]]
             tables.append([NULL_BLOCK] * first + blocks)
         return tables
 
@@ -160,7 +198,7 @@ class KVCacheManager:
         free ones among those hit."""
         new = 0
         for group, table in zip(self.groups, hit.tables, strict=True):
-            shared = len(table) - table.count(NULL_BLOCK)
+            shared = sum(block > 0 for block in table)
             new += max(group.most_held(num_tokens, self.chunk) - shared, 0)
         return new + self.pool.num_free_of(hit.blocks())
 
@@ -178,16 +216,29 @@ class KVCacheManager:
         for group, table in zip(self.groups, hit.tables, strict=True):
             first = group.first_needed(num_computed)
             shared = [NULL_BLOCK] * min(first, hit_blocks) + table[first:]
-            self.pool.touch(block for block in shared if block != NULL_BLOCK)
+            self.pool.touch(block for block in shared if block > 0)
             tables.append(shared + [NULL_BLOCK] * max(first - hit_blocks, 0))
-        fresh = [self.pool.allocate(total - len(table)) for table in tables]
-        # The source may be free, and even be the block allocated for the copy: then there is nothing to move.
-        copies = [(source, blocks[0]) for source, blocks in zip(hit.copy_from, fresh, strict=False)]
-        copies = [(source, destination) for source, destination in copies if source != destination]
+        for g, table in enumerate(tables):  # before anything is allocated, which may evict
+            for place, entry in enumerate([*table[:hit_blocks], *hit.copy_from[g : g + 1]]):
+                self._hold_source(entry, request.block_hashes, place, g)
+        copies = []
+        for g, table in enumerate(tables):
+            missing = [place for place, entry in enumerate(table) if entry < 0]
+            blocks = self.pool.allocate(len(missing) + total - len(table))
+            for place, block in zip(missing, blocks, strict=False):
+                self._load(table[place], request.block_hashes[place] + self._suffixes[g], block)
+                table[place] = block
+            table += blocks[len(missing) :]
+            if hit.copy_from:
+                source, copy = hit.copy_from[g], table[hit_blocks]
+                if source < 0:
+                    self._load(source, request.block_hashes[hit_blocks] + self._suffixes[g], copy)
+                elif source != copy:  # it may be free, and even be the block allocated for the copy
+                    copies.append((source, copy))
         for source, _ in copies:  # used, so not the next to be evicted
             self.pool.touch((source,))
             self.pool.free((source,))
-        return [table + blocks for table, blocks in zip(tables, fresh, strict=True)], copies
+        return tables, copies
 
     def allocate(self, count: int) -> list[int]:
         return self.pool.allocate(count)
@@ -262,12 +313,16 @@ class KVCacheManager:
             self.index.remove(block)
             del self._filled_by[block]
 
-    def end_step(self) -> None:
-        """What was filled counts as there, and host blocks that were let go can be reused."""
+    def end_step(self) -> TierMoves:
+        """What was filled counts as there, and host blocks that were written, read or let go can be reused. Returns the
+        moves between tiers to make before this step computes."""
         self._filled_by.clear()
-        if self.host_pool is not None:
-            self.host_pool.free(self.host_leaving)
-            self.host_leaving.clear()
+        if self.host is not None:
+            self.host.end_step()
+        if self.disk is not None:
+            self.moves.deleted += self.disk.end_step()
+        moves, self.moves = self.moves, TierMoves()
+        return moves
 
     def distrust(self, tables: NDArray[np.int32]) -> None:
         """What is in these blocks may be wrong: it shall not be hit by others."""
@@ -287,19 +342,87 @@ class KVCacheManager:
         self._memo.clear()
         return True
 
-    # ---- the host tier
+    # ---- the tiers below
+
+    def _evicted(self, block: int) -> None:
+        """A device block is about to be overwritten: its content goes one tier down, if there is one with room."""
+        block_hash = self.index.hash_of(block)
+        assert block_hash is not None
+        self.index.remove(block)
+        if self.host is not None and self.host.index.get(block_hash) is None:
+            place = self.host.put(block_hash)
+            if place is not None:
+                self.moves.to_host.append((block, place))
+                return
+        self._to_disk("device", block, block_hash)
+
+    def _host_evicted(self, block_hash: bytes, block: int) -> None:
+        self._to_disk("host", block, block_hash)
+
+    def _to_disk(self, tier: str, block: int, block_hash: bytes, keep: bool = False) -> None:
+        """keep: write it although it stays where it is."""
+        on_host = self.host is not None and self.host.index.get(block_hash) is not None
+        if self.disk is None or (on_host and not keep):
+            return
+        deleted = self.disk.put(block_hash)
+        if deleted is not None:
+            if block_hash in self.moves.deleted:
+                self.moves.deleted.remove(block_hash)
+            self.moves.to_disk.append((tier, block, block_hash))
+            self.moves.deleted += deleted
+
+    def _hold_source(self, entry: int, hashes: list[bytes], place: int, group: int) -> None:
+        if entry == ON_DISK:
+            assert self.disk is not None
+            self.disk.read(hashes[place] + self._suffixes[group])
+        elif entry < 0:
+            assert self.host is not None
+            self.host.read(-entry)
+
+    def _load(self, entry: int, key: bytes, block: int) -> None:
+        """Have `block` filled from where the entry of a hit says."""
+        if entry == ON_DISK:
+            self.moves.from_disk.append((key, block))
+        else:
+            self.moves.from_host.append((-entry, block))
+
+    def persist(self) -> None:
+        """Have everything that can be hit, and is not in use, written to disk, as far as it fits."""
+        if self.disk is None:
+            return
+        if self.host is not None:
+            for block in self.host.pool.free_blocks():
+                block_hash = self.host.index.hash_of(block)
+                if block_hash is not None and self.index.get(block_hash) is None:
+                    self._to_disk("host", block, block_hash, keep=True)
+        for block in self.pool.free_blocks():
+            block_hash = self.index.hash_of(block)
+            if block_hash is not None:
+                self._to_disk("device", block, block_hash, keep=True)
+
+    def found_files(self, names: Iterable[str]) -> list[str]:
+        """What is on disk at start, the longest unused first. Returns the names of those that are too much."""
+        if self.disk is None:
+            return []
+        return [block_hash.hex() for block_hash in self.disk.found(bytes.fromhex(name) for name in names)]
+
+    def forget_files(self, names: Iterable[str]) -> None:
+        """These files are not there, or not what was written."""
+        for name in names:
+            if self.disk is not None:
+                self.disk.forget(bytes.fromhex(name))
 
     def can_swap_out(self, count: int) -> bool:
-        return self.host_pool is not None and self.host_pool.num_free >= count
+        return self.host is not None and self.host.pool.num_free >= count
 
     def swap_out(self, tables: NDArray[np.int32], num_blocks: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """Host blocks for the first `num_blocks` blocks of device tables [groups, n]; callers have checked that there
         is room. Returns the host tables and the moves (device block, host block). The device blocks are still held."""
-        assert self.host_pool is not None
+        assert self.host is not None
         moves: list[tuple[int, int]] = []
         host_tables = []
         for table in tables[:, :num_blocks].tolist():
-            places = self.host_pool.allocate(len(table) - table.count(NULL_BLOCK))
+            places = self.host.pool.allocate(len(table) - table.count(NULL_BLOCK))
             moves += zip([block for block in table if block != NULL_BLOCK], places, strict=True)
             host = iter(places)
             host_tables.append([NULL_BLOCK if block == NULL_BLOCK else next(host) for block in table])
@@ -329,7 +452,8 @@ class KVCacheManager:
     def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
         """Let host blocks go. They are reused from the next step on, since a step's moves to the host come before its
         moves from there."""
-        self.host_leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
+        assert self.host is not None
+        self.host.leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
         root = self._root(request)

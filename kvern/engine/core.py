@@ -151,6 +151,12 @@ class EngineCore:
             return f"the state cannot be read: {exc!r}"
 
     def shutdown(self) -> None:
+        """End what runs, and leave the cached prefixes on disk, if there is such a tier. Idempotent."""
+        if self.failure is None and self.scheduler.config.disk_blocks:
+            self.abort_all()
+            self.scheduler.persist()
+            self.step()
+        self.failure = self.failure or "it was shut down"
         self.executor.shutdown()
 
     def _require_alive(self) -> None:
@@ -237,6 +243,7 @@ def load_core(config: EngineConfig) -> tuple[EngineCore, ModelConfig]:
 
         before_step = RandomPreemption(config.preempt_probability, config.seed).before_step
     scheduler = Scheduler(limits)
+    scheduler.found_on_disk(executor.stored_blocks())
     if config.preemption == "auto":
         costs = executor.costs()
         if costs is not None:

@@ -20,6 +20,10 @@ class Executor(Protocol):
         no host to copy to. Called before the first step, if at all."""
         ...
 
+    def stored_blocks(self) -> list[str]:
+        """File names of the blocks that an earlier run left on disk, the longest unused first."""
+        ...
+
     def shutdown(self) -> None:
         """Release what is held. Idempotent."""
         ...

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvern.cache.groups import make_group
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig, parse_bytes
@@ -13,17 +16,24 @@ from kvern.executor.machine import available_memory, usable_cores
 from kvern.layers.weights import Progress
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.costs import measure_costs
+from kvern.runner.disk_store import DiskStore
 from kvern.runner.model_runner import ModelRunner
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern.weights.config import read_model_config
+from kvern.weights.files import ModelFiles
 from kvern.weights.hub import resolve_model
+from kvern.weights.identity import fingerprint
+
+if TYPE_CHECKING:
+    from kvern.models.registry import Model
 
 logger = logging.getLogger(__name__)
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _CACHE_SHARE = 0.4  # of the memory that is free beside the weights, at most
 _LARGEST_DEFAULT_CACHE = 4 * 2**30
+_BLOCK_FORM = "reference 1"  # how a block's bytes are laid out: files of another form are not read
 
 
 class InlineExecutor:
@@ -39,6 +49,10 @@ class InlineExecutor:
 
     def costs(self) -> tuple[float, float] | None:
         return None if self._runner is None else measure_costs(self._runner)
+
+    def stored_blocks(self) -> list[str]:
+        store = self._runner.mover.store if self._runner is not None else None
+        return [] if store is None else store.names()
 
     def shutdown(self) -> None:
         self._runner = None
@@ -66,12 +80,15 @@ def load_executor(
 
     ops = load_ops(config.kernels, dtype=dtype, threads=config.threads or usable_cores())
     model = load_model(model_config, checkpoint, ops, max_model_len=limits.max_model_len, progress=progress)
-    return InlineExecutor(ModelRunner(model, limits)), limits, model_config
+    store = _open_store(config, files, model, limits)
+    return InlineExecutor(ModelRunner(model, limits, store=store)), limits, model_config
 
 
 def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor, SchedulerConfig, ModelConfig]:
     from kvern.testing.toy import HistoryHashExecutor
 
+    if config.kv_disk is not None:
+        raise InvalidConfig(f"kv_disk: {config.model} has nothing to keep on disk")
     limits = size_cache(config, model_config, bytes_per_element=4, free_memory=available_memory())
     return HistoryHashExecutor(limits), limits, model_config
 
@@ -147,12 +164,39 @@ def size_cache(
     derived = {
         "num_blocks": num_blocks,
         "host_blocks": _host_blocks(config, block_bytes, free_memory - num_blocks * block_bytes),
+        "disk_blocks": _disk_blocks(config, block_bytes),
         "max_model_len": longest,
         "kv_groups": layout.groups,
         "eos_token_ids": model.eos_token_ids,
     }
     same = {name: getattr(config, name) for name in SchedulerConfig.__struct_fields__ if hasattr(config, name)}
     return SchedulerConfig(**(same | derived))
+
+
+def _disk_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Blocks of the disk tier. Raises InvalidConfig."""
+    if config.kv_disk is None:
+        return 0
+    if not config.enable_prefix_caching:
+        raise InvalidConfig("kv_disk keeps cached prefixes, and enable_prefix_caching is off")
+    size = parse_bytes(config.kv_disk_size, "kv_disk_size")
+    if size < block_bytes:
+        raise InvalidConfig(f"kv_disk_size {config.kv_disk_size} is less than one block, {_size(block_bytes)}")
+    return size // block_bytes
+
+
+def _open_store(config: EngineConfig, files: ModelFiles, model: Model, limits: SchedulerConfig) -> DiskStore | None:
+    """The files of the disk tier, of exactly these weights in exactly this form. Raises InvalidConfig."""
+    if config.kv_disk is None:
+        return None
+    form = repr((_BLOCK_FORM, model.ops.dtype, limits.block_size, limits.kv_groups, model.config))
+    name = sha256((fingerprint(files) + form).encode()).hexdigest()[:32]
+    layout = cache_layout(model.config)
+    per_token = model.config.kv_bytes_per_token(_BYTES[model.ops.dtype], layout.num_slots)
+    try:
+        return DiskStore(Path(config.kv_disk), name, limits.block_size * per_token)
+    except OSError as exc:
+        raise InvalidConfig(f"kv_disk: {config.kv_disk} cannot be used: {exc.strerror}") from None
 
 
 def _host_blocks(config: EngineConfig, block_bytes: int, free_memory: int) -> int:
@@ -162,8 +206,6 @@ def _host_blocks(config: EngineConfig, block_bytes: int, free_memory: int) -> in
             raise InvalidConfig(f"preemption {config.preemption} needs room to swap to; set kv_host_memory")
         return 0
     size = parse_bytes(config.kv_host_memory, "kv_host_memory")
-    if config.preemption == "recompute":
-        raise InvalidConfig("kv_host_memory is used by preemption swap and auto only, and preemption is recompute")
     if size > free_memory:
         raise InvalidConfig(
             f"kv_host_memory {config.kv_host_memory} is more than the {_size(free_memory)} that are free"

@@ -173,6 +173,15 @@ class ReferenceOps:
         for cache in caches:
             cache.arena[:, index] = 0
 
+    def read_block(self, caches: Sequence[LayerCache], block: int) -> NDArray[np.uint8]:
+        content: NDArray[np.uint8] = torch.stack([cache.arena[:, block] for cache in caches]).view(torch.uint8).numpy()
+        return content.reshape(-1)
+
+    def write_block(self, caches: Sequence[LayerCache], block: int, content: NDArray[np.uint8]) -> None:
+        parts = torch.from_numpy(content.copy()).view(self._dtype)
+        for cache, part in zip(caches, parts.view(len(caches), -1), strict=True):
+            cache.arena[:, block] = part.view(cache.arena[:, block].shape)
+
     def to_numpy(self, x: torch.Tensor) -> Float32:
         out: Float32 = x.float().numpy()
         return out

@@ -23,6 +23,7 @@ from kvern.kernels.ops import AttentionMetadata, Float32, Int32, Int64, KVCache,
 from kvern.models.registry import Model
 from kvern.runner.block_moves import BlockMover
 from kvern.runner.cache_layout import cache_layout
+from kvern.runner.disk_store import DiskStore
 from kvern.runner.input_batch import InputBatch, StepInputs
 from kvern.sampling.sampler import Sampler
 from kvern.speculative.ngram import Proposer
@@ -42,7 +43,13 @@ class _PromptLogprobs(NamedTuple):
 class ModelRunner:
     """Runs `model` for rows and a cache of the size that `config` names."""
 
-    def __init__(self, model: Model, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: SchedulerConfig,
+        proposer: Proposer | None = None,
+        store: DiskStore | None = None,
+    ) -> None:
         self.model = model
         self.proposer = proposer
         self.ops = model.ops
@@ -52,7 +59,8 @@ class ModelRunner:
         if config.kv_groups != self.layout.groups:
             raise ValueError(f"the model's cache groups are {self.layout.groups}, not {config.kv_groups}")
         slots = self._allocate(config.num_blocks)
-        self.mover = BlockMover(self.ops, slots, self._allocate(config.host_blocks + 1) if config.host_blocks else [])
+        host_slots = self._allocate(config.host_blocks + 1) if config.host_blocks else []
+        self.mover = BlockMover(self.ops, slots, host_slots, store)
         self.caches = [slots[slot] for slot in self.layout.slot_of]  # of each layer
         self.batch = InputBatch(config)
         self.sampler = Sampler(shape.vocab_size, config.eos_token_ids)
@@ -60,13 +68,15 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply `output` and compute its rows. See kvern.step for both."""
-        self._apply(output)
+        lost = self._apply(output)
         if output.empty:
-            return ModelRunnerOutput.nothing()
+            result = ModelRunnerOutput.nothing()
+            result.lost = lost
+            return result
         inputs = self.batch.prepare(output)
         hidden = self.compute(inputs.token_ids, inputs.metadata)
         n = len(output.rows)
-        result = ModelRunnerOutput(np.zeros((n, 1), dtype=np.int32), np.zeros(n, dtype=np.int32))
+        result = ModelRunnerOutput(np.zeros((n, 1), dtype=np.int32), np.zeros(n, dtype=np.int32), lost=lost)
         if self._prompt_logprobs:
             self._score_prompts(output, inputs, hidden, result)
         self._sample(output, inputs, hidden, result)
@@ -84,14 +94,16 @@ class ModelRunner:
             self.layout.num_slots, num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim
         )
 
-    def _apply(self, output: SchedulerOutput) -> None:
+    def _apply(self, output: SchedulerOutput) -> list[tuple[str, int]]:
+        """Returns what could not be read from disk."""
         for row in (*output.finished_rows, *output.preempted_rows):
             self.sampler.remove_row(row)
             self._prompt_logprobs.pop(row, None)
-        self.mover.apply(output)
+        lost = self.mover.apply(output)
         self.batch.apply(output)
         for new in output.new_requests:
             self._add(new)
+        return lost
 
     def _add(self, new: NewRequest) -> None:
         self.sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)

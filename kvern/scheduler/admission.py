@@ -193,7 +193,7 @@ class Admission:
             state.transfers.begin_load(request, tables, end)
         else:
             state.waiting.remove(request)
-            self._start(request, tables, end, num_new, hit.num_blocks)
+            self._start(request, tables, end, num_new, hit.num_on_device())
         return None
 
     def _find_hit(self, request: Request) -> CacheHit:
@@ -238,7 +238,7 @@ class Admission:
         state.waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-        self._start(request, tables, hit.num_tokens, num_new, hit.num_blocks)
+        self._start(request, tables, hit.num_tokens, num_new, hit.num_on_device())
 
     def _num_new(self, request: Request, start: int) -> int:
         """How many tokens from `start` on it would compute in this step."""

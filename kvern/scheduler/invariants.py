@@ -77,11 +77,9 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
         assert (request.status is RequestStatus.SWAPPED) == (request in state.swapped), f"{who} is in the wrong queue"
         assert admission.blocked_by(request) is not None, f"{who} waits without a reason"
     held = sum(block != NULL_BLOCK for r in swapped for table in r.host_tables for block in table)
-    host = state.cache.host_pool
+    host = state.cache.host
     if host is not None:
-        assert host.num_usable - host.num_free == held + len(state.cache.host_leaving), (
-            "host blocks are held by nobody, or twice"
-        )
+        assert sum(host.pool.ref_count) == held + len(host.leaving), "host blocks are held by nobody, or twice"
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     state.encoder.check()
     if not state.requests and not state.transfers.under_way():

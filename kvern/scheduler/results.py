@@ -19,6 +19,9 @@ _LENGTH = -1  # what stopped a row: this, or 1 + the place of the token in the r
 def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> StepOutputs:
     if result.kv_arrived or result.kv_failed or result.kv_sent:
         _take_in_transfers(state, output, result)
+    if result.lost:
+        state.cache.forget_files([name for name, _ in result.lost])
+        state.transfers.blocks_lost([block for _, block in result.lost])
     live = state.batch.epoch[output.rows] == output.epochs
     sampled = result.count > 0
     if result.errors:

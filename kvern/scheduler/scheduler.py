@@ -18,7 +18,7 @@ update_from_output() (results.py) appends what was sampled, takes back rejected 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,14 @@ class Scheduler:
         preemption=auto decides by. Part of the events in, like a request."""
         self.state.costs = PreemptionCosts(copy_block, compute_token)
 
+    def found_on_disk(self, names: Sequence[str]) -> None:
+        """Blocks that an earlier run left on disk, the longest unused first; called before the first step."""
+        self.state.cache.moves.deleted += [bytes.fromhex(name) for name in self.state.cache.found_files(names)]
+
+    def persist(self) -> None:
+        """Before the end: the next step writes to disk what can be hit and nobody uses."""
+        self.state.cache.persist()
+
     # ---- one step
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -161,6 +169,9 @@ class Scheduler:
             blocks_to_copy=told.copies,
             blocks_to_swap_out=told.swap_out,
             blocks_to_swap_in=told.swap_in,
+            blocks_to_disk=[(tier, block, h.hex()) for tier, block, h in told.tiers.to_disk],
+            blocks_from_disk=[(h.hex(), block) for h, block in told.tiers.from_disk],
+            deleted_from_disk=[h.hex() for h in told.tiers.deleted],
             finished_req_ids=told.finished_ids,
             finished_rows=told.finished_rows,
             preempted_req_ids=told.preempted_ids,
@@ -267,8 +278,9 @@ class Scheduler:
 
     @property
     def num_free_host_blocks(self) -> int:
-        pool = self.state.cache.host_pool
-        return 0 if pool is None else pool.num_free
+        """Those that hold evicted prefixes included."""
+        host = self.state.cache.host
+        return 0 if host is None else host.pool.num_free
 
     def running(self) -> list[Request]:
         """Running requests, in running order."""

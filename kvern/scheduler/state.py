@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvern.cache.encoder_cache import EncoderCacheManager
-from kvern.cache.kv_cache_manager import KVCacheManager
+from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
 from kvern.config import SchedulerConfig
 from kvern.request import Request, RequestStatus
 from kvern.scheduler.budget import SchedulingBudget
@@ -60,6 +60,7 @@ class Notices:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     replaced: list[tuple[int, int]] = field(default_factory=list)  # (row, place in its tables)
+    tiers: TierMoves = field(default_factory=TierMoves)
     entered: list[int] = field(default_factory=list)  # rows whose occupant the executor does not know
 
 
@@ -82,6 +83,7 @@ class SchedulerState:
             config.kv_groups,
             config.max_num_batched_tokens,
             config.host_blocks,
+            config.disk_blocks,
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
@@ -114,7 +116,10 @@ class SchedulerState:
 
     def end_step(self) -> None:
         self.planning = False
-        self.cache.end_step()
+        moves = self.cache.end_step()
+        self.notices.swap_out += moves.to_host
+        self.notices.swap_in += moves.from_host
+        self.notices.tiers = moves
 
     def reorder(self) -> None:
         """Ask the policy for every rank again."""

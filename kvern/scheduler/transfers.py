@@ -168,6 +168,18 @@ class Transfers:
                 request.epoch = batch.new_epoch()
                 state.forget_host_copy(request)
 
+    def blocks_lost(self, blocks: list[int]) -> None:
+        """The content of these blocks did not come from disk: everybody who holds one starts over, and what they have
+        sampled is void."""
+        batch, cache = self.state.batch, self.state.cache
+        for row in batch.order.tolist():
+            lost = np.isin(batch.tables_of(row), blocks).any(axis=0)
+            if lost.any():
+                request = batch.request_at(row)
+                cache.distrust(batch.tables_of(row)[:, int(lost.argmax()) :])
+                self.state.compute_again(request, 0)
+                self.state.preempt(request)
+
     def _compute_again(self, request: Request, num_computed: int) -> None:
         tables = self.state.batch.tables_of(request.row)
         if self.state.cache.holds_all(tables, num_computed):

@@ -100,5 +100,8 @@ class FaultyExecutor:
     def costs(self) -> tuple[float, float] | None:
         return self.inner.costs()
 
+    def stored_blocks(self) -> list[str]:
+        return self.inner.stored_blocks()
+
     def shutdown(self) -> None:
         self.inner.shutdown()

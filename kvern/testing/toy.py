@@ -92,6 +92,7 @@ class HistoryHashExecutor:
         shape = (config.num_blocks, config.block_size)
         self.kv: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
         self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, config.block_size), -1, dtype=np.int64)
+        self.disk: dict[str, NDArray[np.int64]] = {}
         self._groups = [make_group(spec, config.block_size) for spec in config.kv_groups]
         self._rows: dict[int, _Row] = {}
         self._sampler: Sampler | None = None
@@ -131,6 +132,9 @@ class HistoryHashExecutor:
     def costs(self) -> None:
         """Nothing here takes time worth measuring."""
 
+    def stored_blocks(self) -> list[str]:
+        return []
+
     def shutdown(self) -> None:
         pass
 
@@ -139,9 +143,15 @@ class HistoryHashExecutor:
             gone = self._rows.pop(row, None)
             if gone is not None and not gone.plain and self._sampler is not None:
                 self._sampler.remove_row(row)
+        for tier, block, name in output.blocks_to_disk:
+            self.disk[name] = (self.host_kv if tier == "host" else self.kv)[block].copy()
         _move(self.kv, self.host_kv, output.blocks_to_swap_out)
         _move(self.kv, self.kv, output.blocks_to_copy)
+        for name, block in output.blocks_from_disk:
+            self.kv[block] = self.disk[name]
         _move(self.host_kv, self.kv, output.blocks_to_swap_in)
+        for name in output.deleted_from_disk:
+            del self.disk[name]
         for new in output.new_requests:
             plain = _is_plain(new.sampling)
             tokens = new.token_ids.tolist()

@@ -305,8 +305,8 @@ class Fuzz:
         state = self.h.scheduler.state
         assert leftovers(self.h) == []
         assert state.loras == {} and len(state.swapped) == len(state.transfers.arrived) == 0
-        host = state.cache.host_pool
-        assert host is None or host.num_free == host.num_usable
+        host = state.cache.host
+        assert host is None or host.pool.num_free == host.pool.num_usable
         assert state.encoder._readers == {} and state.encoder._used <= state.encoder.capacity
 
 

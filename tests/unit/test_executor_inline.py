@@ -133,7 +133,7 @@ def test_memory_on_the_host():
     [
         ({"preemption": "swap"}, "set kv_host_memory"),
         ({"preemption": "auto"}, "set kv_host_memory"),
-        ({"kv_host_memory": "1GiB"}, "preemption is recompute"),
+        ({"kv_host_memory": "2GiB"}, "more than the 1023MiB that are free"),
         ({"preemption": "swap", "kv_host_memory": "1KiB"}, "less than one block, 4KiB"),
         ({"preemption": "swap", "kv_host_memory": "2GiB"}, "more than the 1023MiB that are free"),
     ],
