@@ -27,14 +27,16 @@ class EncoderCacheManager:
 
     def begin_step(self) -> None:
         self.remaining = self.budget
-        self._computed.clear()
 
-    def never_fits(self, images: Iterable[ImageSpan]) -> str | None:
-        """Why one of the images could never be computed, or None."""
-        for image in images:
-            for limit, name in ((self.budget, "encoder_budget"), (self.capacity, "encoder_cache_size")):
-                if image.length > limit:
-                    return f"an image has {image.length} embeddings, {name} is {limit}"
+    def never_fits(self, images: Iterable[ImageSpan], at_once: bool = False) -> str | None:
+        """Why the images, one by one or all of them at once, could never be computed, or None."""
+        sizes = {image.id: image.length for image in images}
+        most, who = max(sizes.values(), default=0), "an image has"
+        if at_once:
+            most, who = sum(sizes.values()), "chunked prefill is off, and the images have together"
+        for limit, name in ((self.budget, "encoder_budget"), (self.capacity, "encoder_cache_size")):
+            if most > limit:
+                return f"{who} {most} embeddings, {name} is {limit}"
         return None
 
     def cut(self, images: Iterable[ImageSpan], start: int, num_tokens: int, most: int) -> int:
@@ -112,8 +114,10 @@ class EncoderCacheManager:
                 self._unread[image_id] = None
 
     def computed(self) -> list[tuple[str, str]]:
-        """(request id, image id) to be computed in this step."""
-        return [(request_id, image_id) for image_id, request_id in self._computed.items()]
+        """(request id, image id) to be computed in this step. Told once: from then on they count as there."""
+        told = [(request_id, image_id) for image_id, request_id in self._computed.items()]
+        self._computed.clear()
+        return told
 
     def evicted(self) -> list[str]:
         """Ids of entries that are gone since the last call."""

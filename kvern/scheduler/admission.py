@@ -142,8 +142,7 @@ class Admission:
         if self._waits_for_sibling(request):
             return BlockedBy.POLICY
         hit = self._find_hit(request)
-        whole = not (state.config.enable_chunked_prefill or request.resumed)
-        if whole and request.num_tokens - hit.num_tokens > state.budget.remaining:
+        if self.state.whole(request) and request.num_tokens - hit.num_tokens > state.budget.remaining:
             return BlockedBy.TOKEN_BUDGET
         if state.transfers.connector is not None and request.ask_connector:
             matched = state.transfers.connector.matched_tokens(request, hit.num_tokens)
@@ -243,16 +242,16 @@ class Admission:
     def _num_new(self, request: Request, start: int) -> int:
         """How many tokens from `start` on it would compute in this step."""
         state = self.state
-        num_new = min(request.num_tokens - start, state.budget.remaining)
+        num_new, whole = min(request.num_tokens - start, state.budget.remaining), state.whole(request)
         if num_new <= 0:
             return 0
-        if state.chunk_limit():
+        if state.chunk_limit() and not whole:
             num_new = min(num_new, state.chunk_limit())
-        if state.policy.caps:
+        if state.policy.caps and not whole:
             num_new = state.policy.cap_tokens(request.info, num_new)
         if request.images:
             num_new = state.encoder.cut(request.images, start, num_new, state.budget.remaining)
-        return num_new
+        return 0 if whole and start + num_new < request.num_tokens else num_new
 
     def _start(
         self, request: Request, tables: list[list[int]], num_computed: int, num_new: int, num_published: int
@@ -373,10 +372,10 @@ class Admission:
         by_adapter: dict[str, list[Request]] = {}
         for running in willing:  # the least urgent first
             if running.lora is not None:
-                by_adapter.setdefault(running.lora, []).append(running)
-        for adapter, rows in by_adapter.items():
-            if len(rows) == self.state.loras[adapter]:
-                return rows
+                rows = by_adapter.setdefault(running.lora, [])
+                rows.append(running)
+                if len(rows) == self.state.loras[running.lora]:
+                    return rows
         return None
 
     # ---- why the others wait

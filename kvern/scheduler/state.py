@@ -309,6 +309,18 @@ class SchedulerState:
         new_row = self.enter(child, tables.tolist(), num_computed, int(self.batch.num_published[row]))
         self.batch.shares_tail[[row, new_row]] = True
 
+    def replace_last_token(self, request: Request, token: int) -> None:
+        row, batch = request.row, self.batch
+        if row < 0:
+            request.token_ids[-1] = token
+            return
+        last = int(batch.num_tokens[row]) - 1
+        assert batch.num_computed[row] <= last and not batch.num_placeholders[row], f"{request.id}: computed already"
+        batch.token_ids[row, last] = token
+        batch.num_drafts[row] = 0
+        if row not in self.notices.entered:
+            self.notices.entered.append(row)  # the executor is told the row anew
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Have the executor copy blocks (source, destination) before this step. A source that is itself the
         destination of such a copy is not there yet: then its own source is taken."""
@@ -327,6 +339,10 @@ class SchedulerState:
         """Most tokens of one request in this step, 0 = no such limit. Who is alone delays nobody."""
         return self.config.long_prefill_token_threshold if len(self.requests) > 1 else 0
 
+    def whole(self, request: Request) -> bool:
+        """Whether it has to be computed in one step. What was said before a preemption need not fit into one."""
+        return not self.config.enable_chunked_prefill and not request.resumed
+
     def never_fits(self, request: Request) -> str | None:
         """Why a waiting request could never be admitted, or None."""
         config = self.config
@@ -335,13 +351,12 @@ class SchedulerState:
                 f"the prompt has {request.num_prompt_tokens} tokens, at most {config.max_model_len - 1} fit: "
                 f"max_model_len is {config.max_model_len}, and one token is kept for the output"
             )
-        whole = not config.enable_chunked_prefill and not request.resumed
-        if whole and request.num_prompt_tokens > config.max_num_batched_tokens:
+        if self.whole(request) and request.num_prompt_tokens > config.max_num_batched_tokens:
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens and chunked prefill is off: "
                 f"at most max_num_batched_tokens = {config.max_num_batched_tokens} fit into a step"
             )
-        error = self.encoder.never_fits(request.images)
+        error = self.encoder.never_fits(request.images, at_once=self.whole(request))
         if error is not None:
             return error
         if any(image.length > config.max_num_batched_tokens for image in request.images):

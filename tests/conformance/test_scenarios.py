@@ -1,11 +1,11 @@
-"""The scheduler scenarios, one test each; what the harness does not know yet is skipped with the reason."""
+"""The scheduler scenarios, one test each. Public ones that the harness cannot take are skipped with the reason."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from run_scenarios import Run, Skip, harness_class, load
+from run_scenarios import FILES, Run, Skip, harness_class, load
 
 # Areas whose scenarios must run: a skip there would hide that something got lost.
 MUST_RUN = {"budget", "order", "preemption", "priority", "prefix-cache", "block-pool", "stop-conditions", "abort"}
@@ -19,3 +19,13 @@ def test_scenario(scenario: dict[str, Any]) -> None:
     except Skip as reason:
         assert scenario["area"] not in MUST_RUN, f"skipped: {reason}"
         pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("scenario", load(["scenarios_own.yaml"]), ids=lambda s: s["id"])
+def test_own_scenario(scenario: dict[str, Any]) -> None:
+    Run(scenario, harness_class())
+
+
+def test_scenarios_have_names_of_their_own() -> None:
+    names = [scenario["id"] for scenario in load([*FILES, "scenarios_own.yaml"])]
+    assert len(names) == len(set(names)) >= 2 * 71
