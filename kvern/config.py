@@ -16,6 +16,8 @@ BATCHINGS = ("mixed", "prefill_first")
 PREEMPTIONS = ("recompute", "swap", "auto")
 VICTIMS = ("policy", "newest", "least_computed")
 KV_LOAD_FAILURES = ("recompute", "fail")
+MAX_SPECULATIVE_TOKENS = 32
+DEFAULT_SPECULATIVE_TOKENS = 4
 _AtLeast2 = Annotated[int, Meta(ge=2)]
 
 
@@ -96,6 +98,19 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = None
     kv_disk_size: Annotated[str, Meta(description="size of the disk tier")] = "4GiB"
     enable_prefix_caching: Annotated[bool, Meta(description="share blocks of equal prefixes")] = True
+
+    speculative: Annotated[
+        Literal["none", "ngram"],
+        Meta(description="guess tokens ahead, the text stays the same; ngram: from what the request has said before"),
+    ] = "none"
+    num_speculative_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None,
+        Meta(description=f"most tokens guessed in one step of a request; default: {DEFAULT_SPECULATIVE_TOKENS}"),
+    ] = None
+    async_scheduling: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="plan a step while the one before it is computed; auto: off for kernels that use the CPU"),
+    ] = "auto"
 
     check_invariants: Annotated[bool, Meta(description="check the scheduler's state after every step (slow)")] = False
     preempt_probability: Annotated[

@@ -1,5 +1,8 @@
 """The engine's loop. One step is three verbs: schedule, execute, update_from_output; all else here is bookkeeping.
 
+With async scheduling a step is planned before the result of the one before it is known, and a thread computes them in
+their order.
+
 Whoever owns the loop (the engine process, LLM, a simulation) calls `add`, `abort` and `step` from one thread.
 Failure: what concerns one request ends that request alone, inside the scheduler. What escapes from a step (an executor
 that raises, a broken invariant, a scheduler that cannot move) leaves the step half done, and with it blocks that are
@@ -9,12 +12,15 @@ published but not computed; so the core refuses all further use, and its owner e
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvern.clock import Clock, MonotonicClock
 from kvern.config import EngineConfig, ModelConfig
 from kvern.engine.admin import Admin
 from kvern.engine.messages import AddRequest, EngineDeadError, EngineStats, RequestUpdate, StepReport, WireLogprobs
+from kvern.executor.ahead import StepThread
 from kvern.executor.base import Executor
 from kvern.request import BlockedBy, Request
 from kvern.scheduler.scheduler import Scheduler
@@ -51,6 +57,9 @@ class EngineCore:
         self.failure: str | None = None  # why this core is dead
         self._check_invariants = check_invariants
         self._before_step = before_step
+        self._thread = StepThread(executor) if scheduler.config.async_scheduling else None
+        self._depth = 1 if self._thread is None else 2  # steps planned before the first of them is known
+        self._planned: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()  # oldest first
         self._without_token: dict[str, Request] = {}  # live requests that have not got their first token yet
         self._empty_steps = 0
         self._last_step_seconds = 0.0
@@ -61,11 +70,9 @@ class EngineCore:
         self._require_alive()
         now = self.clock.now()
         try:
-            if self._before_step is not None:
-                self._before_step(self.scheduler)
-            output = self.scheduler.schedule(now)
-            result = self.executor.execute(output) if output.has_work else ModelRunnerOutput.nothing()
-            outputs = self.scheduler.update_from_output(output, result, now)
+            self._plan(now)
+            output, result = self._planned.popleft()
+            outputs = self.scheduler.update_from_output(output, result(), now)
             self._watch_progress(output, outputs)
             self.admin.after_step()
             if self._check_invariants:
@@ -81,6 +88,24 @@ class EngineCore:
         if not self.scheduler.has_work():
             self._check_when_idle()
         return report
+
+    def _plan(self, now: float) -> None:
+        """Plan a step; with async scheduling also the one after it, so that there is always one to compute."""
+        while not self._planned or (len(self._planned) < self._depth and self.scheduler.has_work()):
+            if self._before_step is not None:
+                self._before_step(self.scheduler)
+            output = self.scheduler.schedule(now)
+            self._planned.append((output, self._submit(output)))
+            if output.empty:
+                return  # nothing can go on before the results that are under way
+
+    def _submit(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """What gives the step's result: computed in the meantime, or when asked."""
+        if not output.has_work:
+            return ModelRunnerOutput.nothing
+        if self._thread is not None:
+            return self._thread.submit(output)
+        return partial(self.executor.execute, output)
 
     def add(self, add: AddRequest) -> None:
         """Queue a request. Raises InvalidRequest, for this one alone, if its id is live or its prompt is empty."""
@@ -110,7 +135,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while a step would do or report something."""
-        return self.failure is None and self.scheduler.has_work()
+        return self.failure is None and (bool(self._planned) or self.scheduler.has_work())
 
     def stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self.scheduler.stats
@@ -154,9 +179,13 @@ class EngineCore:
         """End what runs, and leave the cached prefixes on disk, if there is such a tier. Idempotent."""
         if self.failure is None and self.scheduler.config.disk_blocks:
             self.abort_all()
+            while self._planned:
+                self.step()
             self.scheduler.persist()
             self.step()
         self.failure = self.failure or "it was shut down"
+        if self._thread is not None:
+            self._thread.shutdown()
         self.executor.shutdown()
 
     def _require_alive(self) -> None:
@@ -165,7 +194,8 @@ class EngineCore:
 
     def _watch_progress(self, output: SchedulerOutput, outputs: StepOutputs) -> None:
         """An empty step with unfinished work is a bug unless somebody outside is awaited: say so, then give up."""
-        if not output.empty or outputs.finished or not self.scheduler.requests:
+        under_way = any(not planned.empty for planned, _ in self._planned)
+        if not output.empty or outputs.finished or under_way or not self.scheduler.requests:
             self._empty_steps = 0
             return
         if any(reason in _EXTERNAL for reason in self.scheduler.waiting_by_reason()):

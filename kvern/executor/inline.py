@@ -7,10 +7,17 @@ import math
 from bisect import bisect_right
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvern.cache.groups import make_group
-from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig, parse_bytes
+from kvern.config import (
+    DEFAULT_SPECULATIVE_TOKENS,
+    EngineConfig,
+    InvalidConfig,
+    ModelConfig,
+    SchedulerConfig,
+    parse_bytes,
+)
 from kvern.executor.base import Executor
 from kvern.executor.machine import available_memory, usable_cores
 from kvern.layers.weights import Progress
@@ -18,6 +25,7 @@ from kvern.runner.cache_layout import cache_layout
 from kvern.runner.costs import measure_costs
 from kvern.runner.disk_store import DiskStore
 from kvern.runner.model_runner import ModelRunner
+from kvern.speculative.ngram import NgramProposer, Proposer
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.weights.checkpoint import Checkpoint, open_checkpoint
 from kvern.weights.config import read_model_config
@@ -81,7 +89,7 @@ def load_executor(
     ops = load_ops(config.kernels, dtype=dtype, threads=config.threads or usable_cores())
     model = load_model(model_config, checkpoint, ops, max_model_len=limits.max_model_len, progress=progress)
     store = _open_store(config, files, model, limits)
-    return InlineExecutor(ModelRunner(model, limits, store=store)), limits, model_config
+    return InlineExecutor(ModelRunner(model, limits, make_proposer(config, limits), store=store)), limits, model_config
 
 
 def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor, SchedulerConfig, ModelConfig]:
@@ -90,7 +98,7 @@ def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor
     if config.kv_disk is not None:
         raise InvalidConfig(f"kv_disk: {config.model} has nothing to keep on disk")
     limits = size_cache(config, model_config, bytes_per_element=4, free_memory=available_memory())
-    return HistoryHashExecutor(limits), limits, model_config
+    return HistoryHashExecutor(limits, proposer=make_proposer(config, limits)), limits, model_config
 
 
 def _free_beside_weights(checkpoint: Checkpoint, model: ModelConfig, dtype: str) -> int:
@@ -169,6 +177,7 @@ def size_cache(
         "kv_groups": layout.groups,
         "eos_token_ids": model.eos_token_ids,
     }
+    derived |= _looking_ahead(config)
     same = {name: getattr(config, name) for name in SchedulerConfig.__struct_fields__ if hasattr(config, name)}
     return SchedulerConfig(**(same | derived))
 
@@ -197,6 +206,34 @@ def _open_store(config: EngineConfig, files: ModelFiles, model: Model, limits: S
         return DiskStore(Path(config.kv_disk), name, limits.block_size * per_token)
     except OSError as exc:
         raise InvalidConfig(f"kv_disk: {config.kv_disk} cannot be used: {exc.strerror}") from None
+
+
+def _looking_ahead(config: EngineConfig) -> dict[str, Any]:
+    """The options of drafts and of steps planned ahead. Raises InvalidConfig if they cannot be together."""
+    planned_ahead = config.async_scheduling == "on"  # "auto": planning would take a core from the kernels
+    if config.speculative == "none":
+        if config.num_speculative_tokens is not None:
+            raise InvalidConfig("num_speculative_tokens is used by speculative ngram only, and speculative is none")
+        return {"num_speculative_tokens": 0, "async_scheduling": planned_ahead}
+    if planned_ahead:
+        raise InvalidConfig(
+            f"async_scheduling on cannot be used with speculative {config.speculative}: a step is then planned before "
+            "its drafts are known; set one of the two to off"
+        )
+    drafts = config.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
+    need = config.max_num_seqs * (1 + drafts)
+    if config.max_num_batched_tokens < need:
+        raise InvalidConfig(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is too small for speculation: max_num_seqs "
+            f"{config.max_num_seqs} requests with {drafts} drafts each take {need} tokens a step; raise it, or lower "
+            "max_num_seqs or num_speculative_tokens"
+        )
+    return {"num_speculative_tokens": drafts, "async_scheduling": False}
+
+
+def make_proposer(config: EngineConfig, limits: SchedulerConfig) -> Proposer | None:
+    """Who guesses how a request goes on, if anybody."""
+    return NgramProposer(limits.num_speculative_tokens) if config.speculative == "ngram" else None
 
 
 def _host_blocks(config: EngineConfig, block_bytes: int, free_memory: int) -> int:

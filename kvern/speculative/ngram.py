@@ -34,9 +34,11 @@ class NgramProposer:
         self.num_tokens = num_tokens
 
     def propose(self, token_ids: Int32) -> list[int]:
+        if len(token_ids) <= MIN_N:
+            return []
         token_ids = token_ids[-WINDOW:]
         last = len(token_ids) - 1
-        found = np.flatnonzero(token_ids[MIN_N - 1 : last] == token_ids[-1]) + (MIN_N - 1)
+        found = np.flatnonzero(token_ids[MIN_N - 1 : last] == token_ids[last]) + (MIN_N - 1)
         for k in range(1, MAX_N):  # places whose last k tokens agree; those of them with one more
             longer = found[found >= k]
             longer = longer[token_ids[longer - k] == token_ids[last - k]]
