@@ -107,6 +107,8 @@ class LLM:
     ) -> Generator[CompletionDelta, None, None]:
         """Complete one prompt, giving what is new after each step. Closing the iterator ends the request; until it is
         exhausted or closed, calls from other threads wait, and from this one raise RuntimeError."""
+        if sampling_params is not None and sampling_params.known_at_the_end:
+            raise InvalidRequest("beam search and best_of above n cannot be streamed", "best_of")
         with self._exclusive():
             requests = self._prepare_all([_text_or_ids(prompt)], [sampling_params or SamplingParams()], [0], [None])
             try:
@@ -154,9 +156,9 @@ class LLM:
             requests = self._prepare_all(prompts, samplings, priorities, tenants)
             collectors = {
                 request_id: OutputCollector(
-                    request_id, prompt if isinstance(prompt, str) else None, children[0].prompt_token_ids, len(children)
+                    request_id, prompt if isinstance(prompt, str) else None, children[0].prompt_token_ids, sampling
                 )
-                for prompt, (request_id, children) in zip(prompts, requests.items(), strict=True)
+                for prompt, sampling, (request_id, children) in zip(prompts, samplings, requests.items(), strict=True)
             }
             try:
                 for request_id, children in requests.items():

@@ -19,6 +19,7 @@ from functools import partial
 from kvern.clock import Clock, MonotonicClock
 from kvern.config import EngineConfig, ModelConfig
 from kvern.engine.admin import Admin
+from kvern.engine.beam_search import BeamSearches
 from kvern.engine.messages import AddRequest, EngineDeadError, EngineStats, RequestUpdate, StepReport, WireLogprobs
 from kvern.executor.ahead import StepThread
 from kvern.executor.base import Executor
@@ -54,6 +55,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.clock: Clock = clock or MonotonicClock()
         self.admin = Admin(scheduler, self.clock)
+        self.beams = BeamSearches(scheduler)
         self.failure: str | None = None  # why this core is dead
         self._check_invariants = check_invariants
         self._before_step = before_step
@@ -72,7 +74,7 @@ class EngineCore:
         try:
             self._plan(now)
             output, result = self._planned.popleft()
-            outputs = self.scheduler.update_from_output(output, result(), now)
+            outputs = self.beams.take_in(self.scheduler.update_from_output(output, result(), now))
             self._watch_progress(output, outputs)
             self.admin.after_step()
             if self._check_invariants:
@@ -110,6 +112,9 @@ class EngineCore:
     def add(self, add: AddRequest) -> None:
         """Queue a request. Raises InvalidRequest, for this one alone, if its id is live or its prompt is empty."""
         self._require_alive()
+        if add.sampling.use_beam_search:
+            self.beams.add(add)
+            return
         request = Request(
             add.request_id,
             add.prompt_token_ids,
@@ -128,14 +133,21 @@ class EngineCore:
     def abort(self, request_ids: list[str]) -> None:
         """End these requests; the next step reports them as finished. Idempotent, unknown ids are fine."""
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            if not self.beams.abort(request_id):
+                self.scheduler.abort(request_id)
 
     def abort_all(self) -> None:
+        self.beams.abort_all()
         self.abort(list(self.scheduler.requests))
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether there is a live request with this id."""
+        return request_id in self.scheduler.requests or request_id in self.beams
 
     def has_work(self) -> bool:
         """True while a step would do or report something."""
-        return self.failure is None and (bool(self._planned) or self.scheduler.has_work())
+        under_way = bool(self._planned) or self.scheduler.has_work() or self.beams.has_work()
+        return self.failure is None and under_way
 
     def stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self.scheduler.stats

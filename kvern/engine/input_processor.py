@@ -17,7 +17,7 @@ from kvern.clock import Clock, MonotonicClock
 from kvern.config import ModelConfig, SchedulerConfig
 from kvern.engine.messages import AddRequest
 from kvern.sampling.rng import derive_seed
-from kvern.sampling_params import InvalidRequest, SamplingParams
+from kvern.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from kvern.tokenizer.base import Tokenizer, check_text
 
 MAX_NAME_LENGTH = 1024  # characters of a cache salt or a tenant
@@ -44,6 +44,7 @@ class InputProcessor:
         self.vocab_size = model_config.vocab_size
         self.max_prompt_len = limits.max_model_len - 1  # room for one output token
         self._max_model_len = limits.max_model_len
+        self._limits = limits
         self._max_cached_tokens = (limits.num_blocks - 1) * limits.block_size  # block 0 is nobody's
         self._seed = seed
         self._unseeded = itertools.count()
@@ -62,9 +63,10 @@ class InputProcessor:
         ttft_target: float | None = None,
         tpot_target: float | None = None,
     ) -> list[AddRequest]:
-        """The requests for the engine, one per completion: `sampling.n` of them. Raises InvalidRequest.
+        """The requests for the engine, one per completion that is made: `sampling.num_candidates`. Raises
+        InvalidRequest.
 
-        Their ids are `request_id` itself when n is 1, else `{request_id}_{index}`; all but the first are forks of
+        Their ids are `request_id` itself when that is 1, else `{request_id}_{index}`; all but the first are forks of
         the first. max_tokens None becomes what is left of max_model_len, and a larger one is cut to it. Only the
         first completion asks for prompt logprobs. arrival_time: now, on the clock given at construction, if not given.
         """
@@ -80,7 +82,7 @@ class InputProcessor:
         sampling = self._resolve(sampling, len(token_ids))
         return [
             AddRequest(
-                request_id=request_id if sampling.n == 1 else f"{request_id}_{index}",
+                request_id=request_id if sampling.num_candidates == 1 else f"{request_id}_{index}",
                 prompt_token_ids=token_ids,
                 sampling=_child(sampling, index),
                 arrival_time=arrival_time,
@@ -91,7 +93,7 @@ class InputProcessor:
                 ttft_target=ttft_target,
                 tpot_target=tpot_target,
             )
-            for index in range(sampling.n)
+            for index in range(sampling.num_candidates)
         ]
 
     def tokenize(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
@@ -159,6 +161,8 @@ class InputProcessor:
     def _resolve(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
         """`sampling` with max_tokens and seed filled in."""
         room = self._max_model_len - prompt_len
+        if sampling.use_beam_search:
+            self._check_beam_search(sampling)
         if sampling.min_tokens > room:
             raise InvalidRequest(
                 f"min_tokens is {sampling.min_tokens}, but the prompt of {prompt_len} tokens leaves room for {room}",
@@ -170,11 +174,22 @@ class InputProcessor:
             return sampling
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
+    def _check_beam_search(self, sampling: SamplingParams) -> None:
+        if self._limits.async_scheduling:
+            raise InvalidRequest("beam search does not go with async_scheduling", "use_beam_search")
+        if sampling.width > self._limits.max_num_seqs:
+            text = f"a beam of {sampling.width} does not fit into max_num_seqs = {self._limits.max_num_seqs}"
+            raise InvalidRequest(text, "beam_width")
+        if (sampling.logprobs or 0) > MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {sampling.logprobs}", "logprobs")
+
 
 def _child(sampling: SamplingParams, index: int) -> SamplingParams:
-    if sampling.n == 1:
+    if sampling.use_beam_search or sampling.num_candidates == 1:
         return sampling
     child = sampling.child(index)
+    if sampling.known_at_the_end and child.logprobs is None:
+        child = msgspec.structs.replace(child, logprobs=0)  # to choose by
     return child if index == 0 else msgspec.structs.replace(child, prompt_logprobs=None)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvern.engine.detokenizer import Detokenizer
 from kvern.engine.messages import AddRequest, RequestUpdate, StepReport, WireLogprobs
 from kvern.outputs import CompletionOutput, Logprob, LogprobsAt, RequestMetrics, RequestOutput
-from kvern.sampling_params import InvalidRequest
+from kvern.sampling_params import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
     from kvern.tokenizer.base import Tokenizer
@@ -76,7 +76,8 @@ class _Completion:
         self.index = index
         self.metrics = RequestMetrics(arrival_time=add.arrival_time)
         self.detokenizer = Detokenizer(tokenizer, add.prompt_token_ids, add.sampling)
-        self.wants_logprobs = add.sampling.logprobs is not None
+        # A beam search has its logprobs anyway.
+        self.wants_logprobs = add.sampling.logprobs is not None or add.sampling.use_beam_search
         # Comes in parts while the prompt is computed; not yet delivered.
         self.prompt_logprobs: list[LogprobsAt | None] | None = None
         if add.sampling.prompt_logprobs is not None:
@@ -228,11 +229,14 @@ def _note_times(metrics: RequestMetrics, update: RequestUpdate, has_tokens: bool
 class OutputCollector:
     """Merges the deltas of one request into the RequestOutput of the offline API."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], n: int) -> None:
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> None:
         self._request_id = request_id
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
-        self._deltas: list[CompletionDelta | None] = [None] * n
+        self._sampling = sampling
+        self._deltas: list[CompletionDelta | None] = [None] * sampling.num_candidates
 
     def put(self, delta: CompletionDelta) -> None:
         known = self._deltas[delta.index]
@@ -252,7 +256,7 @@ class OutputCollector:
             request_id=self._request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[_completion_output(delta) for delta in deltas],
+            outputs=[_completion_output(delta, self._sampling) for delta in choose(deltas, self._sampling)],
             finished=self.finished,
             prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
             metrics=_merged_metrics([delta.metrics for delta in deltas]),
@@ -260,16 +264,32 @@ class OutputCollector:
         )
 
 
-def _completion_output(delta: CompletionDelta) -> CompletionOutput:
-    cumulative = None
-    if delta.logprobs is not None:
-        cumulative = sum(at[token].logprob for token, at in zip(delta.token_ids, delta.logprobs, strict=True))
+def choose(made: list[CompletionDelta], sampling: SamplingParams) -> list[CompletionDelta]:
+    """Of the whole completions made for one prompt, in order of index, those to be returned: all, or the sampling.n
+    best by their sum of logprobs, numbered anew, the best first. Completions that failed come last."""
+    if sampling.num_candidates == sampling.n or len(made) < sampling.num_candidates:
+        return made
+    prompt_logprobs = made[0].prompt_logprobs
+    made[0].prompt_logprobs = None
+    best = sorted(made, key=lambda delta: (delta.finish_reason not in ("stop", "length"), -_sum_of_logprobs(delta)))
+    best = best[: sampling.n]
+    best[0].prompt_logprobs = prompt_logprobs
+    for index, delta in enumerate(best):
+        delta.index = index
+    return best
+
+
+def _sum_of_logprobs(delta: CompletionDelta) -> float:
+    return sum(at[token].logprob for token, at in zip(delta.token_ids, delta.logprobs or [], strict=False))
+
+
+def _completion_output(delta: CompletionDelta, sampling: SamplingParams) -> CompletionOutput:
     return CompletionOutput(
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=delta.logprobs,
-        cumulative_logprob=cumulative,
+        logprobs=delta.logprobs if sampling.logprobs is not None else None,
+        cumulative_logprob=None if delta.logprobs is None else _sum_of_logprobs(delta),
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
     )

@@ -117,7 +117,7 @@ class EngineProcess:
         try:
             core.add(add)
         except InvalidRequest as exc:
-            if add.request_id in core.scheduler.requests:
+            if add.request_id in core:
                 # An end for this id would end the live request instead. Fronts make ids unique, so only say it.
                 logger.error("refused a second request %r: %s", add.request_id, exc)
             else:

@@ -29,7 +29,7 @@ from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.admission import Admission
 from kvern.scheduler.batching import Phases, make_batching
-from kvern.scheduler.policies import Served, make_policy
+from kvern.scheduler.policies import make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.results import take_in
 from kvern.scheduler.state import Notices, PreemptionCosts, SchedulerState, SchedulerStats
@@ -85,6 +85,11 @@ class Scheduler:
             raise InvalidRequest(f"request id {child.id!r} is in use", "request_id")
         self.state.fork(parent, child)
 
+    def replace_last_token(self, request_id: str, token: int) -> None:
+        """The last token of a live request, which is sampled and not computed yet, is `token` instead; drafts after it
+        are dropped. For who chooses over several requests. Not while a step is under way."""
+        self.state.replace_last_token(self.state.requests[request_id], token)
+
     def grammar_ready(self, request_id: str) -> bool:
         """A request that waited for its grammar waits for its turn from now on. False if there is no such one."""
         request = self.state.requests.get(request_id)
@@ -131,7 +136,7 @@ class Scheduler:
             running, blocks_before = running[computes], blocks_before[computes]
         output = self._write_down(running, blocks_before)
         if state.policy.accounts:
-            self._account(output)
+            state.account(output.rows.tolist())
         state.stats.policy_errors = state.policy.num_errors
         return output
 
@@ -220,19 +225,6 @@ class Scheduler:
             owners = np.append(owners, np.array([row for row, _ in replaced], dtype=np.int32))
             index = np.append(index, np.array([place for _, place in replaced], dtype=np.int32))
         return NewBlocks(owners, index, self.state.batch.block_table[:, owners, index])
-
-    def _account(self, output: SchedulerOutput) -> None:
-        """Tell the policy who was served: tokens computed for the first time."""
-        batch, served = self.state.batch, []
-        ends = (output.num_computed + output.num_new).tolist()
-        for row, end in zip(output.rows.tolist(), ends, strict=True):
-            request = batch.request_at(row)
-            before = request.num_charged_tokens
-            if end > before:
-                request.num_charged_tokens = end
-                prompt = max(0, min(end, request.num_prompt_tokens) - before)
-                served.append(Served(request.info, prompt, end - before - prompt))
-        self.state.policy.on_served(served)
 
     def _write_drafts(self, output: SchedulerOutput) -> None:
         """Drafts that found no room in the budget are dropped, the first ones are kept."""

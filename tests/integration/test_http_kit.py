@@ -246,7 +246,7 @@ def test_b067_no_infinities(http):
 
 def test_k13_suffix_and_best_of(http):
     assert error_of(post(http, COMPLETIONS, suffix="x"), 400)["param"] == "suffix"
-    assert error_of(post(http, COMPLETIONS, best_of=3, n=2), 400)["param"] == "best_of"
+    assert len(texts(post(http, COMPLETIONS, best_of=3, n=2))) == 2
     assert error_of(post(http, COMPLETIONS, best_of=1, n=2), 400)["param"] == "best_of"
     assert len(texts(post(http, COMPLETIONS, best_of=2, n=2))) == 2
 

@@ -138,7 +138,7 @@ def test_each_of_n_ends_once_and_their_sums_are_right():
     processor = OutputProcessor(TOKENIZER)
     children = make(processor, n=4)
     assert children == ["r_0", "r_1", "r_2", "r_3"]
-    collector = OutputCollector("r", "Hi", ids("Hi"), 4)
+    collector = OutputCollector("r", "Hi", ids("Hi"), SamplingParams(n=4))
     rng = random.Random(0)
     lengths = dict(zip(children, (3, 1, 6, 4), strict=True))
     ends = []
@@ -202,7 +202,7 @@ def test_logprobs_have_the_token_first_then_the_likeliest():
         (half, Logprob(-2.5, 2, "\ufffd")),
     ]
     assert list(delta.logprobs[1].items()) == [(b, Logprob(-0.1, 1, "b")), (a, Logprob(-3.0, 2, "a"))]
-    collector = OutputCollector("r", None, ids("Hi"), 1)
+    collector = OutputCollector("r", None, ids("Hi"), SamplingParams(logprobs=0))
     collector.put(delta)
     assert collector.output().outputs[0].cumulative_logprob == -3.1
 

@@ -141,7 +141,7 @@ def test_k12_completion_logprobs():
 
 def test_k13_suffix_and_best_of():
     assert refused(completion, suffix="x").param == "suffix"
-    assert refused(completion, best_of=3, n=2).param == "best_of"
+    assert completion(best_of=3, n=2).sampling_params().num_candidates == 3
     assert refused(completion, best_of=1, n=2).param == "best_of"
     assert completion(best_of=2, n=2, suffix="").sampling_params().n == 2
 
@@ -243,10 +243,27 @@ def test_k19_and_other_fields_that_are_refused(make):
         "structured_outputs": {"regex": "a"},
         "prompt_logprobs": 1,
         "allowed_token_ids": [1],
-        "use_beam_search": True,
     }.items():
         error = refused(make, **{field: value})
         assert (error.param, error.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3, "n": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 65}, "beam_width"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "logit_bias": {"5": 1.0}}, "logit_bias"),
+    ],
+)
+def test_what_goes_with_a_beam_and_with_best_of(fields, param):
+    assert refused(lambda: completion(**fields).sampling_params()).param == param
 
 
 def test_tools_are_refused_unless_none_is_chosen():

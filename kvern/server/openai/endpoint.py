@@ -97,8 +97,8 @@ async def generate(server: ServerState, http: Request, shape_type: type[Shape[An
 async def _tokenize(shape: Shape[Any], http: Request) -> list[list[int]] | None:
     """The prompts' token ids; None if the client went away meanwhile. Raises InvalidRequest."""
     client, sampling = shape.server.client, shape.sampling
-    if shape.num_prompts() * sampling.n > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "n")
+    if shape.num_prompts() * sampling.num_candidates > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times n (or best_of) must be at most {MAX_CHOICES}", "n")
     sampling.check_vocabulary(client.input_processor.vocab_size)
     if shape.length() <= _LONG:
         return shape.tokenize()

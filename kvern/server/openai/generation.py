@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from kvern.engine.messages import EngineDeadError
-from kvern.engine.output_processor import CompletionDelta
+from kvern.engine.output_processor import CompletionDelta, choose
 from kvern.outputs import RequestMetrics
 from kvern.sampling_params import SamplingParams
 from kvern.server.errors import ApiError, unavailable
@@ -26,12 +26,13 @@ _TURN = 32
 
 
 class Generation:
-    """The completions of one call: choice i is completion i % n of prompt i // n."""
+    """The completions of one call: choice i is completion i % n of prompt i // n, n being how many are made of each."""
 
-    def __init__(self, id: str, n: int, metrics: Metrics) -> None:
+    def __init__(self, id: str, sampling: SamplingParams, metrics: Metrics) -> None:
         self.id = id
         self.created = unix_time()
-        self.n = n
+        self.sampling = sampling
+        self.n = sampling.num_candidates
         self.prompts: list[list[int]] = []
         self.completion_tokens: list[int] = []  # per choice, delivered so far
         self._times: list[RequestMetrics | None] = []  # per choice, from its first delta on
@@ -50,7 +51,7 @@ class Generation:
         tenant: str | None,
     ) -> Generation:
         """Send every prompt to the engine, or none. Raises InvalidRequest and EngineDeadError."""
-        generation = cls(new_id(request.id_prefix), sampling.n, metrics)
+        generation = cls(new_id(request.id_prefix), sampling, metrics)
         try:
             for i, prompt in enumerate(prompts):
                 stream = await client.generate(
@@ -156,14 +157,16 @@ class Generation:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def collect(self) -> list[CompletionDelta]:
-        """Every choice whole, in order."""
+        """Every choice that is to be returned, whole, in order."""
         whole: dict[int, CompletionDelta] = {}
         async for choice, delta in self.deltas():
             if choice in whole:
                 whole[choice].merge(delta)
             else:
                 whole[choice] = delta
-        return [whole[choice] for choice in range(len(self._times))]
+        made = [whole[choice] for choice in range(len(self._times))]
+        firsts = range(0, len(made), self.n)
+        return [chosen for first in firsts for chosen in choose(made[first : first + self.n], self.sampling)]
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt counted once, the output of every choice. cached_tokens are those of the prompts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,7 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
     "logits_processors": ([],),
 }
@@ -84,6 +83,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ttft_target: float | None = None
     tpot_target: float | None = None
     return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: _Int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     # Refused unless they say the same as their absence: see _NEUTRAL.
     audio: Any = None
@@ -102,7 +105,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
-    use_beam_search: Any = None
     truncate_prompt_tokens: Any = None
     logits_processors: Any = None
 
@@ -120,15 +122,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest, naming the field as the client wrote it."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None
+        }
         given["max_tokens"] = self.default_max_tokens if max_tokens is None else max_tokens
         given |= self.logprobs_params()
         try:
-            return SamplingParams(**given)
+            sampling = SamplingParams(**given)
         except InvalidRequest as exc:
             param = exc.param or ""
             written = self.written_as(param)
             raise InvalidRequest(str(exc).replace(param, written, 1), written or None, exc.code) from None
+        if self.stream and sampling.known_at_the_end:
+            raise InvalidRequest("beam search and best_of above n cannot be streamed", "stream")
+        return sampling
 
     def written_as(self, param: str) -> str:
         """The name under which this request gave the sampling parameter `param`."""
@@ -150,7 +157,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens",
+    "skip_special_tokens", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
 
 
@@ -165,8 +172,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest(f"best_of must be absent or equal to n ({self.n or 1}), got {self.best_of}", "best_of")
         self.prompts()
 
     def logprobs_params(self) -> dict[str, int]:
