@@ -97,6 +97,15 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         str | None, Meta(description="folder of the disk tier: evicted prefixes, which survive a restart")
     ] = None
     kv_disk_size: Annotated[str, Meta(description="size of the disk tier")] = "4GiB"
+    kv_connector: Annotated[
+        str | None, Meta(description="share computed prefixes with other engines through a folder: file:FOLDER")
+    ] = None
+    kv_events: Annotated[
+        str | None, Meta(description="ZeroMQ address to publish cache events at, as tcp://127.0.0.1:5557")
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, Meta(description="ZeroMQ address that answers who has missed cache events")
+    ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="share blocks of equal prefixes")] = True
 
     speculative: Annotated[
@@ -125,6 +134,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         if self.kv_host_memory is not None:
             parse_bytes(self.kv_host_memory, "kv_host_memory")
         parse_bytes(self.kv_disk_size, "kv_disk_size")
+        if self.kv_connector is not None and not self.kv_connector.startswith("file:"):
+            raise InvalidConfig(f"kv_connector must be file:FOLDER, got {self.kv_connector!r}")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise InvalidConfig("kv_events_replay needs kv_events, the address to publish at")
 
 
 class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):
@@ -202,6 +215,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     transfer_lease: Annotated[float, Meta(gt=0.0)] = 300.0  # seconds after which a transfer counts as failed
     kv_load_failure: str = "recompute"
     disk_blocks: Annotated[int, Meta(ge=0)] = 0
+    record_cache_events: bool = False
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True

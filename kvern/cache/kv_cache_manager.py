@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvern.cache.block_pool import NULL_BLOCK, BlockPool
+from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kvern.cache.groups import make_group
-from kvern.cache.prefix_index import PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
+from kvern.cache.prefix_index import DIGEST_SIZE, PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
 from kvern.cache.tiers import DiskTier, HostTier
 from kvern.request import Request
 
@@ -82,12 +83,14 @@ class KVCacheManager:
         chunk: int = 1024,
         host_blocks: int = 0,
         disk_blocks: int = 0,
+        record_events: bool = False,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = [make_group(spec, block_size) for spec in groups]
         self.chunk = chunk
-        self.index = PrefixIndex()
+        self.events = EventLog() if record_events else None
+        self.index = PrefixIndex(self._record_removal if record_events else None)
         if enable_prefix_caching:
             self.pool = BlockPool(num_blocks, self.index.is_hashed, self._evicted)
         else:
@@ -274,7 +277,7 @@ class KVCacheManager:
         end = first + blocks.shape[1]
         self._extend_hashes(request, token_ids, end * self.block_size)
         for i, column in enumerate(blocks.T.tolist(), first):
-            self._make_hittable(request.block_hashes[i], column, row)
+            self._make_hittable(request, i, token_ids[i * self.block_size : (i + 1) * self.block_size], column, row)
 
     def publish_next(
         self,
@@ -287,19 +290,29 @@ class KVCacheManager:
         """The same for one block of each of these requests, at `places` of their tables: its tokens [n, block_size]
         and its blocks [groups, n]."""
         contents = token_bytes(tokens)
-        for request, place, content, column, row in zip(
-            requests, places, contents, blocks.T.tolist(), rows, strict=True
-        ):
+        columns = zip(requests, places, contents, tokens, blocks.T.tolist(), rows, strict=True)
+        for request, place, content, ids, column, row in columns:
             hashes = request.block_hashes
             if len(hashes) == place:
                 append_hash(hashes, self._root(request), content, request.images, self.block_size)
-            self._make_hittable(hashes[place], column, row)
+            self._make_hittable(request, place, ids, column, row)
 
-    def _make_hittable(self, block_hash: bytes, blocks: list[int], row: int) -> None:
+    def _make_hittable(
+        self, request: Request, place: int, tokens: NDArray[np.int32], blocks: list[int], row: int
+    ) -> None:
         """One block of each group, filled by `row` in this step."""
-        for suffix, block in zip(self._suffixes, blocks, strict=True):
+        block_hash = request.block_hashes[place]
+        for group, (suffix, block) in enumerate(zip(self._suffixes, blocks, strict=True)):
             if block != NULL_BLOCK and self.index.insert(block_hash + suffix, block):
                 self._filled_by[block] = row
+                if self.events is not None:
+                    parent = request.block_hashes[place - 1].hex() if place else None
+                    self.events.append(BlockStored(block_hash.hex(), parent, tokens.tolist(), request.lora, group))
+
+    def _record_removal(self, key: bytes) -> None:
+        assert self.events is not None
+        digest, group = key[:DIGEST_SIZE], key[DIGEST_SIZE:]
+        self.events.append(BlockRemoved(digest.hex(), group[0] if group else 0))
 
     def has_readers(self, row: int, wanted_blocks: Container[int] = ()) -> bool:
         """Whether somebody in this step reads a block that `row` fills in this step, or would, if given
@@ -339,6 +352,8 @@ class KVCacheManager:
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self.index.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
         self._memo.clear()
         return True
 

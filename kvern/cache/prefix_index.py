@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from kvern.request import ImageSpan
 
 _VERSION = b"kvern prefix 1"
+DIGEST_SIZE = 32  # bytes of a hash
 
 
 def root_hash(cache_salt: str | None, lora: str | None = None) -> bytes:
@@ -82,7 +84,9 @@ class PrefixIndex:
     """Hash -> block, and back. One block per hash: of two blocks with equal content the first stays hittable and
     the second stays unhashed (a table, once written, is never changed to point elsewhere)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_remove: Callable[[bytes], None] | None = None) -> None:
+        """on_remove(hash): a block can no longer be hit."""
+        self._on_remove = on_remove
         self.version = 0  # changes whenever a lookup might give another answer
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -111,8 +115,11 @@ class PrefixIndex:
 
     def remove(self, block: int) -> None:
         """`block` can no longer be hit."""
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
         self.version += 1
+        if self._on_remove is not None:
+            self._on_remove(block_hash)
 
     def clear(self) -> None:
         self._block_of.clear()

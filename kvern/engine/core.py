@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvern.clock import Clock, MonotonicClock
 from kvern.config import EngineConfig, ModelConfig
@@ -26,6 +27,9 @@ from kvern.executor.base import Executor
 from kvern.request import BlockedBy, Request
 from kvern.scheduler.scheduler import Scheduler
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
+
+if TYPE_CHECKING:
+    from kvern.engine.kv_events import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class EngineCore:
         *,
         check_invariants: bool = False,
         before_step: Callable[[Scheduler], object] | None = None,
+        event_publisher: KVEventPublisher | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -59,6 +64,7 @@ class EngineCore:
         self.failure: str | None = None  # why this core is dead
         self._check_invariants = check_invariants
         self._before_step = before_step
+        self._event_publisher = event_publisher
         self._thread = StepThread(executor) if scheduler.config.async_scheduling else None
         self._depth = 1 if self._thread is None else 2  # steps planned before the first of them is known
         self._planned: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()  # oldest first
@@ -77,6 +83,8 @@ class EngineCore:
             outputs = self.beams.take_in(self.scheduler.update_from_output(output, result(), now))
             self._watch_progress(output, outputs)
             self.admin.after_step()
+            if self._event_publisher is not None:
+                self._event_publisher.publish(self.scheduler.take_cache_events(), now)
             if self._check_invariants:
                 self.scheduler.check_invariants()
         except BaseException as exc:
@@ -196,6 +204,8 @@ class EngineCore:
             self.scheduler.persist()
             self.step()
         self.failure = self.failure or "it was shut down"
+        if self._event_publisher is not None:
+            self._event_publisher.close()
         if self._thread is not None:
             self._thread.shutdown()
         self.executor.shutdown()
@@ -284,12 +294,26 @@ def load_core(config: EngineConfig) -> tuple[EngineCore, ModelConfig]:
         from kvern.testing.faults import RandomPreemption
 
         before_step = RandomPreemption(config.preempt_probability, config.seed).before_step
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(limits, executor.scheduler_connector())
     scheduler.found_on_disk(executor.stored_blocks())
     if config.preemption == "auto":
         costs = executor.costs()
         if costs is not None:
             scheduler.set_preemption_costs(*costs)
             logger.info("preemption: %.1f us to copy a block, %.1f us to compute a token", *(1e6 * c for c in costs))
-    core = EngineCore(executor, scheduler, check_invariants=config.check_invariants, before_step=before_step)
+    core = EngineCore(
+        executor,
+        scheduler,
+        check_invariants=config.check_invariants,
+        before_step=before_step,
+        event_publisher=_event_publisher(config),
+    )
     return core, model_config
+
+
+def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    if config.kv_events is None:
+        return None
+    from kvern.engine.kv_events import KVEventPublisher
+
+    return KVEventPublisher(config.kv_events, config.kv_events_replay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvern.cache.connectors import SchedulerConnector
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -22,6 +23,10 @@ class Executor(Protocol):
 
     def stored_blocks(self) -> list[str]:
         """File names of the blocks that an earlier run left on disk, the longest unused first."""
+        ...
+
+    def scheduler_connector(self) -> SchedulerConnector | None:
+        """The scheduler's half of the connector whose other half this executor has."""
         ...
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvern.cache.connectors import SchedulerConnector
 from kvern.cache.groups import make_group
 from kvern.config import (
     DEFAULT_SPECULATIVE_TOKENS,
@@ -19,6 +20,7 @@ from kvern.config import (
     parse_bytes,
 )
 from kvern.executor.base import Executor
+from kvern.executor.file_connector import FileConnector, FileWorker
 from kvern.executor.machine import available_memory, usable_cores
 from kvern.layers.weights import Progress
 from kvern.runner.cache_layout import cache_layout
@@ -47,8 +49,9 @@ _BLOCK_FORM = "reference 1"  # how a block's bytes are laid out: files of anothe
 class InlineExecutor:
     """Computes steps in the thread that calls it."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, connector: SchedulerConnector | None = None) -> None:
         self._runner: ModelRunner | None = runner
+        self._connector = connector
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if self._runner is None:
@@ -61,6 +64,9 @@ class InlineExecutor:
     def stored_blocks(self) -> list[str]:
         store = self._runner.mover.store if self._runner is not None else None
         return [] if store is None else store.names()
+
+    def scheduler_connector(self) -> SchedulerConnector | None:
+        return self._connector
 
     def shutdown(self) -> None:
         self._runner = None
@@ -88,15 +94,27 @@ def load_executor(
 
     ops = load_ops(config.kernels, dtype=dtype, threads=config.threads or usable_cores())
     model = load_model(model_config, checkpoint, ops, max_model_len=limits.max_model_len, progress=progress)
-    store = _open_store(config, files, model, limits)
-    return InlineExecutor(ModelRunner(model, limits, make_proposer(config, limits), store=store)), limits, model_config
+    store = None
+    if config.kv_disk is not None:
+        store = _open_store("kv_disk", config.kv_disk, files, model, limits)
+    runner = ModelRunner(model, limits, make_proposer(config, limits), store=store)
+    connector = None
+    if config.kv_connector is not None:
+        if len(limits.kv_groups) > 1:
+            raise InvalidConfig(f"kv_connector: {model_config.architecture} has several cache groups, file needs one")
+        folder = config.kv_connector.removeprefix("file:")
+        shared = _open_store("kv_connector", folder, files, model, limits)
+        runner.connector = FileWorker(shared, ops, runner.mover.slots)
+        connector = FileConnector(shared, limits.block_size)
+    return InlineExecutor(runner, connector), limits, model_config
 
 
 def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor, SchedulerConfig, ModelConfig]:
     from kvern.testing.toy import HistoryHashExecutor
 
-    if config.kv_disk is not None:
-        raise InvalidConfig(f"kv_disk: {config.model} has nothing to keep on disk")
+    for option in ("kv_disk", "kv_connector"):
+        if getattr(config, option) is not None:
+            raise InvalidConfig(f"{option}: {config.model} has no keys and values to keep in files")
     limits = size_cache(config, model_config, bytes_per_element=4, free_memory=available_memory())
     return HistoryHashExecutor(limits, proposer=make_proposer(config, limits)), limits, model_config
 
@@ -173,6 +191,7 @@ def size_cache(
         "num_blocks": num_blocks,
         "host_blocks": _host_blocks(config, block_bytes, free_memory - num_blocks * block_bytes),
         "disk_blocks": _disk_blocks(config, block_bytes),
+        "record_cache_events": config.kv_events is not None,
         "max_model_len": longest,
         "kv_groups": layout.groups,
         "eos_token_ids": model.eos_token_ids,
@@ -194,18 +213,16 @@ def _disk_blocks(config: EngineConfig, block_bytes: int) -> int:
     return size // block_bytes
 
 
-def _open_store(config: EngineConfig, files: ModelFiles, model: Model, limits: SchedulerConfig) -> DiskStore | None:
-    """The files of the disk tier, of exactly these weights in exactly this form. Raises InvalidConfig."""
-    if config.kv_disk is None:
-        return None
+def _open_store(option: str, folder: str, files: ModelFiles, model: Model, limits: SchedulerConfig) -> DiskStore:
+    """Files of blocks of exactly these weights in exactly this form. Raises InvalidConfig naming `option`."""
     form = repr((_BLOCK_FORM, model.ops.dtype, limits.block_size, limits.kv_groups, model.config))
     name = sha256((fingerprint(files) + form).encode()).hexdigest()[:32]
     layout = cache_layout(model.config)
     per_token = model.config.kv_bytes_per_token(_BYTES[model.ops.dtype], layout.num_slots)
     try:
-        return DiskStore(Path(config.kv_disk), name, limits.block_size * per_token)
+        return DiskStore(Path(folder), name, limits.block_size * per_token)
     except OSError as exc:
-        raise InvalidConfig(f"kv_disk: {config.kv_disk} cannot be used: {exc.strerror}") from None
+        raise InvalidConfig(f"{option}: {folder} cannot be used: {exc.strerror}") from None
 
 
 def _looking_ahead(config: EngineConfig) -> dict[str, Any]:

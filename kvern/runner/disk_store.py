@@ -48,6 +48,9 @@ class DiskStore:
                 found.append((path.stat().st_mtime_ns, path.name))
         return [name for _, name in sorted(found)]
 
+    def has(self, name: str) -> bool:
+        return self._path(name).exists()
+
     def write(self, name: str, content: NDArray[np.uint8]) -> bool:
         """False, and a line in the log, if it cannot be written (the disk is full, say): a cache may forget."""
         path = self._path(name)

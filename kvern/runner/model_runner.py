@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvern.cache.connectors import WorkerConnector
 from kvern.config import SchedulerConfig
 from kvern.kernels.ops import AttentionMetadata, Float32, Int32, Int64, KVCache, Tensor
 from kvern.models.registry import Model
@@ -52,6 +53,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.proposer = proposer
+        self.connector: WorkerConnector | None = None  # set by whoever has one
         self.ops = model.ops
         self.config = config
         shape = model.config
@@ -69,9 +71,12 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Apply `output` and compute its rows. See kvern.step for both."""
         lost = self._apply(output)
+        if self.connector is not None and output.connector_metadata is not None:
+            self.connector.start_load(output.connector_metadata)
         if output.empty:
             result = ModelRunnerOutput.nothing()
             result.lost = lost
+            self._report_transfers(result)
             return result
         inputs = self.batch.prepare(output)
         hidden = self.compute(inputs.token_ids, inputs.metadata)
@@ -80,7 +85,12 @@ class ModelRunner:
         if self._prompt_logprobs:
             self._score_prompts(output, inputs, hidden, result)
         self._sample(output, inputs, hidden, result)
+        self._report_transfers(result)
         return result
+
+    def _report_transfers(self, result: ModelRunnerOutput) -> None:
+        if self.connector is not None:
+            result.kv_arrived, result.kv_failed, result.kv_sent = self.connector.transferred()
 
     def compute(self, token_ids: Int32, metadata: Sequence[AttentionMetadata]) -> Tensor:
         """Hidden states [T, hidden] of these tokens; writes their keys and values. metadata: one per cache group."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvern.cache.connectors import SchedulerConnector
+from kvern.cache.events import CacheEvent
 from kvern.config import SchedulerConfig
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
@@ -114,6 +115,11 @@ class Scheduler:
         """Blocks that an earlier run left on disk, the longest unused first; called before the first step."""
         self.state.cache.moves.deleted += [bytes.fromhex(name) for name in self.state.cache.found_files(names)]
 
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What happened to cached prefixes since the last call, if record_cache_events is set."""
+        events = self.state.cache.events
+        return [] if events is None else events.take()
+
     def persist(self) -> None:
         """Before the end: the next step writes to disk what can be hit and nobody uses."""
         self.state.cache.persist()
@@ -187,6 +193,7 @@ class Scheduler:
             running_queue_size=len(batch),
         )
         state.notices = Notices()
+        state.transfers.untold = False
         if config.num_speculative_tokens:
             self._write_drafts(output)
         if config.async_scheduling:
@@ -238,8 +245,9 @@ class Scheduler:
     # ---- questions
 
     def has_work(self) -> bool:
-        """Whether there is a live request, or an ending that update_from_output() has not told yet."""
-        return bool(self.state.requests or self.state.ended)
+        """Whether there is a live request, an ending that update_from_output() has not told yet, or blocks of an ended
+        request that the executor has to send."""
+        return bool(self.state.requests or self.state.ended or self.state.transfers.untold)
 
     @property
     def requests(self) -> dict[str, Request]:

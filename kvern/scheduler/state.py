@@ -84,6 +84,7 @@ class SchedulerState:
             config.max_num_batched_tokens,
             config.host_blocks,
             config.disk_blocks,
+            config.record_cache_events,
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)

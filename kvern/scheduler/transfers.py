@@ -41,6 +41,7 @@ class Transfers:
     def __init__(self, state: SchedulerState, connector: SchedulerConnector | None) -> None:
         self.state = state
         self.connector = connector
+        self.untold = False  # whether the executor has to be told of something, be there a live request or not
         self.loading: dict[str, Hold] = {}
         self.sending: dict[str, Hold] = {}
         self.arrived = WaitingQueue(state.rank)
@@ -116,6 +117,7 @@ class Transfers:
             return False
         expires = self.state.policy.now + self.state.config.transfer_lease
         self.sending[request.id] = Hold(request, tables, num_computed, expires)
+        self.untold = True
         return True
 
     def sent(self, request_id: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvern.cache.connectors import Matched
+from kvern.cache.connectors import Matched, SchedulerConnector
 from kvern.executor.base import Executor
 from kvern.request import Request
 from kvern.scheduler.scheduler import Scheduler
@@ -102,6 +102,9 @@ class FaultyExecutor:
 
     def stored_blocks(self) -> list[str]:
         return self.inner.stored_blocks()
+
+    def scheduler_connector(self) -> SchedulerConnector | None:
+        return self.inner.scheduler_connector()
 
     def shutdown(self) -> None:
         self.inner.shutdown()

@@ -135,6 +135,9 @@ class HistoryHashExecutor:
     def stored_blocks(self) -> list[str]:
         return []
 
+    def scheduler_connector(self) -> None:
+        return None
+
     def shutdown(self) -> None:
         pass
 
