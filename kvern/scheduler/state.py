@@ -18,7 +18,7 @@ from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
 from kvern.config import SchedulerConfig
 from kvern.request import Request, RequestStatus
 from kvern.scheduler.budget import SchedulingBudget
-from kvern.scheduler.policies import RequestInfo, make_policy
+from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.running_batch import RunningBatch
 from kvern.scheduler.transfers import Transfers
@@ -321,6 +321,18 @@ class SchedulerState:
         batch.num_drafts[row] = 0
         if row not in self.notices.entered:
             self.notices.entered.append(row)  # the executor is told the row anew
+
+    def account(self, rows: list[int]) -> None:
+        """Tell the policy what this step gives these rows: tokens computed for the first time, each told once."""
+        served = []
+        for row, end in zip(rows, self.batch.num_computed[rows].tolist(), strict=True):
+            request = self.batch.request_at(row)
+            before = request.num_charged_tokens
+            if end > before:
+                request.num_charged_tokens = end
+                prompt = max(0, min(end, request.num_prompt_tokens) - before)
+                served.append(Served(request.info, prompt, end - before - prompt))
+        self.policy.on_served(served)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Have the executor copy blocks (source, destination) before this step. A source that is itself the
