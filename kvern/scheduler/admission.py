@@ -52,6 +52,9 @@ class Admission:
         admitted, place, short_of_blocks = 0, 0, list[Request]()
         while place < min(waiting.num_ready, _MAX_PASSED_OVER):
             request = waiting.at(place)
+            if request.id in self._reasons:
+                place += 1
+                continue
             if self._end_if_hopeless(request):
                 continue
             reason = self._try_admit(request, now)
@@ -59,6 +62,11 @@ class Admission:
                 admitted += 1
                 for other in short_of_blocks:
                     other.num_bypassed += 1
+                if state.policy.accounts and request.row >= 0:  # who is served moves back before the next is chosen
+                    state.account([request.row])
+                    if state.policy.dynamic:
+                        waiting.resort()
+                        place = 0
             else:
                 self._reasons[request.id] = self._reason_of_the_rest = reason
                 place += 1

@@ -3,7 +3,7 @@ OSDI 2024), with weights.
 
 Each tenant has a counter of the service it has had: prompt_cost per prompt token and output_cost per output token,
 divided by its weight. The tenant with the smallest counter goes next. A tenant that was away comes back with at least
-the smallest counter of those that were there, so that nobody saves up service. While two tenants both have requests
+the smallest counter of those that wait, so that nobody saves up service. While two tenants both have requests
 waiting, their counters differ by at most
 
     max(prompt_cost * longest prompt, output_cost * most tokens that fit into the cache) / smallest weight
@@ -35,19 +35,22 @@ class Fair(Policy):
             raise ValueError("fair: prompt_cost and output_cost must not be negative")
         self.prompt_cost, self.output_cost = prompt_cost, output_cost
         self.counters: dict[str, float] = {}
-        self._live: dict[str, int] = {}  # tenant -> its live requests
+        self._live: dict[str, dict[str, RequestInfo]] = {}  # tenant -> its live requests, by id
 
     def rank(self, request: RequestInfo, now: float) -> Any:
         return self.counters[request.tenant]
 
     def on_arrival(self, request: RequestInfo, now: float) -> None:
         tenant = request.tenant
-        if not self._live.get(tenant):
-            present = [self.counters[t] for t, live in self._live.items() if live]
+        if not self._waits(tenant):
+            waiting = [self.counters[t] for t in self._live if self._waits(t)]
             # With nobody there, the one who left last sets the level: an idle moment is no fresh start.
-            level = min(present) if present else max(self.counters.values(), default=0.0)
+            level = min(waiting) if waiting else max(self.counters.values(), default=0.0)
             self.counters[tenant] = max(self.counters.get(tenant, 0.0), level)
-        self._live[tenant] = self._live.get(tenant, 0) + 1
+        self._live.setdefault(tenant, {})[request.id] = request
+
+    def _waits(self, tenant: str) -> bool:
+        return any(not request.running for request in self._live.get(tenant, {}).values())
 
     def on_served(self, served: Sequence[Served], now: float) -> None:
         for request, num_prompt, num_output in served:
@@ -55,7 +58,7 @@ class Fair(Policy):
             self.counters[request.tenant] += cost / self.weights.get(request.tenant, 1.0)
 
     def on_finish(self, request: RequestInfo, now: float) -> None:
-        self._live[request.tenant] -= 1
+        self._live.get(request.tenant, {}).pop(request.id, None)
 
     def explain(self, request: RequestInfo, now: float) -> Mapping[str, float]:
         lowest = min(self.counters[tenant] for tenant, live in self._live.items() if live)
