@@ -108,5 +108,6 @@ def run(core: EngineCore, requests: list[AddRequest], before_step: Any = None) -
                 said[request_id] = entry._replace(end=update.finish_reason, stop_reason=update.stop_reason)
         step += 1
         assert step < 2000
+    assert not core._planned, "a step that was planned was left behind"
     core.shutdown()
     return said

@@ -11,6 +11,7 @@ from kvern.sampling.sampler import Sampler
 from kvern.sampling_params import SamplingParams
 from kvern.speculative.ngram import NgramProposer
 from kvern.speculative.verify import sample_and_verify
+from kvern.step import ModelRunnerOutput, TokenLogprobs
 from kvern.testing import SchedulerHarness
 from tests.tiny_model import Driver, tiny_model
 
@@ -178,6 +179,18 @@ class TestScheduler:
             h.update(h.schedule(), drafts={rid: [9] * k} if k else None)
             h.check_invariants()
         assert len(h.delivered[rid]) == 8  # 12 slots: 5 + 7 computed, and the token after them
+
+    def test_logprobs_end_where_the_tokens_end(self) -> None:
+        """B053: a stop id among accepted drafts; the runner had gone on."""
+        h = SchedulerHarness(num_speculative_tokens=3)
+        rid = h.add(5, max_tokens=20, stop_token_ids=(7,))
+        h.update(h.schedule(), tokens={rid: [5]}, drafts={rid: [6, 7, 8]})
+        out = h.schedule()
+        result = ModelRunnerOutput.of([[6, 7, 8, 9]])
+        result.logprobs = {int(out.rows[0]): [TokenLogprobs([t], [-0.5], 1) for t in (6, 7, 8, 9)]}
+        outputs = h.scheduler.update_from_output(out, result, 0.0)
+        assert outputs.tokens() == {rid: [6, 7]}
+        assert [entry.token_ids for entry in outputs.logprobs[rid]] == [[6], [7]]
 
     def test_totals(self) -> None:
         h = SchedulerHarness(num_speculative_tokens=3)
