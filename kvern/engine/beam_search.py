@@ -190,6 +190,16 @@ class BeamSearches:
         for request_id in list(self._searches):
             self.abort(request_id)
 
+    @property
+    def active(self) -> bool:
+        """Whether there are beams in the scheduler."""
+        return bool(self._beams)
+
+    @property
+    def num_waiting(self) -> int:
+        """Searches that wait for rows."""
+        return len(self._waiting)
+
     def has_work(self) -> bool:
         """Whether there is an end to be told. While a search goes on, the scheduler has work too."""
         return bool(self._ended)
@@ -199,7 +209,7 @@ class BeamSearches:
     def take_in(self, outputs: StepOutputs) -> StepOutputs:
         """Advance the searches by what a step gave to their beams; returns what it gave to all others, and the ends of
         owners."""
-        if self._beams or self._leaving:
+        if self._beams or self._leaving:  # else it costs nothing
             touched = self._take_candidates(outputs)
             outputs = self._without_beams(outputs)
             for search in touched:

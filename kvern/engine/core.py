@@ -100,8 +100,10 @@ class EngineCore:
         return report
 
     def _plan(self, now: float) -> None:
-        """Plan a step; with async scheduling also the one after it, so that there is always one to compute."""
-        while not self._planned or (len(self._planned) < self._depth and self.scheduler.has_work()):
+        """Plan a step; with async scheduling also the one after it, so that there is always one to compute. While beams
+        live there is none: which of them go on depends on the result."""
+        depth = 1 if self.beams.active else self._depth
+        while not self._planned or (len(self._planned) < depth and self.scheduler.has_work()):
             if self._before_step is not None:
                 self._before_step(self.scheduler)
             output = self.scheduler.schedule(now)
@@ -159,10 +161,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self.scheduler.stats
+        reasons = {reason.value: n for reason, n in scheduler.waiting_by_reason().items()}
+        if self.beams.num_waiting:  # they are not the scheduler's yet
+            rows = BlockedBy.MAX_NUM_SEQS.value
+            reasons[rows] = reasons.get(rows, 0) + self.beams.num_waiting
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            waiting_by_reason={reason.value: n for reason, n in scheduler.waiting_by_reason().items()},
+            num_waiting=scheduler.num_waiting + self.beams.num_waiting,
+            waiting_by_reason=reasons,
             num_blocks=scheduler.config.num_blocks - 1,  # the null block is nobody's
             num_free_blocks=scheduler.num_free_blocks,
             num_host_blocks=scheduler.config.host_blocks,

@@ -175,8 +175,6 @@ class InputProcessor:
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
     def _check_beam_search(self, sampling: SamplingParams) -> None:
-        if self._limits.async_scheduling:
-            raise InvalidRequest("beam search does not go with async_scheduling", "use_beam_search")
         if sampling.width > self._limits.max_num_seqs:
             text = f"a beam of {sampling.width} does not fit into max_num_seqs = {self._limits.max_num_seqs}"
             raise InvalidRequest(text, "beam_width")

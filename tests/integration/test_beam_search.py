@@ -13,7 +13,8 @@ from kvern.engine.core import EngineCore
 from kvern.engine.messages import AddRequest, StepReport
 from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.scheduler import Scheduler
-from kvern.testing.toy import HistoryHashExecutor, toy_logits
+from kvern.testing import SchedulerHarness
+from kvern.testing.toy import HistoryHashExecutor, reference_tokens, toy_logits
 from tests.integration.test_transformers_equality import reference_model
 from tests.models import fetch
 from tests.tiny_folder import write_model
@@ -46,6 +47,8 @@ def toy_beams(prompt: list[int], width: int, num_tokens: int) -> list[list[int]]
         {"preempt_probability": 0.5},
         {"batching": "prefill_first", "policy": "fair"},
         {"speculative": "ngram", "num_speculative_tokens": 2},
+        {"async_scheduling": "on"},
+        {"async_scheduling": "on", "preempt_probability": 0.5, "enable_prefix_caching": False},
     ],
     ids=str,
 )
@@ -77,6 +80,21 @@ def test_the_prompt_and_shared_tokens_are_computed_once() -> None:
         sampling = SamplingParams(use_beam_search=True, beam_width=4, max_tokens=8, ignore_eos=True)
         llm.generate("x" * 40, sampling)
         assert llm._client.core.stats().scheduled_tokens == 40 + 7 * 4
+
+
+def test_a_chosen_token_takes_the_place_of_the_sampled_one_and_of_its_drafts() -> None:
+    h = SchedulerHarness(block_size=4, num_speculative_tokens=2)
+    name = h.add([5, 6, 7, 8, 9], max_tokens=9)
+    h.update(h.schedule(), drafts={name: [50, 51]})
+    h.scheduler.replace_last_token(name, 77)
+    output = h.schedule()
+    assert not output.draft_tokens and output.num_scheduled_tokens == {name: 1}
+    (told,) = output.new_requests
+    assert told.token_ids.tolist() == [5, 6, 7, 8, 9, 77] and told.num_computed_tokens == 5
+    h.update(output)
+    h.check_invariants()
+    h.run()
+    assert h.request(name).output_token_ids[1:] == reference_tokens([5, 6, 7, 8, 9, 77], 8)
 
 
 def make_core(**limits: Any) -> EngineCore:
@@ -153,6 +171,7 @@ def test_searches_wait_for_rows_for_all_of_their_beams() -> None:
     core = make_core(max_num_seqs=7, enable_prefix_caching=False)
     for add in owners("a") + owners("b") + owners("c"):
         core.add(add)
+    assert core.stats().num_waiting == 3 and core.stats().waiting_by_reason["max_num_seqs"] == 1
     reports = drain(core)
     assert core.stats().scheduled_tokens == 3 * (5 + 5 * 3), "nothing was computed twice"
     assert list(ends(reports)) == ["a_0", "a_1", "b_0", "b_1", "c_0", "c_1"]

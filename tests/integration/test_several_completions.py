@@ -41,7 +41,9 @@ def tokens_of(output: RequestOutput) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"preempt_probability": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 16}, {"async_scheduling": "on"}, {"preempt_probability": 0.2}], ids=str
+)
 def test_the_prompt_is_computed_once(cached: bool, options: dict[str, Any]) -> None:
     n, length = 5, 12
     expected = alone(n, 3, max_tokens=length, ignore_eos=True)
