@@ -148,15 +148,17 @@ def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
 def _own_block(state: SchedulerState, row: int, place: int) -> bool:
     """Copy what others hold of the row's blocks at `place`. False if there is no room even after preempting."""
     batch, cache = state.batch, state.cache
-    while cache.num_free_blocks < len(cache.groups):
+
+    def shared() -> list[tuple[int, int]]:  # who leaves for it may be who shares it
+        blocks = enumerate(batch.block_table[:, row, place].tolist())
+        return [(g, block) for g, block in blocks if cache.pool.ref_count[block] > 1]
+
+    while len(shared()) > cache.num_free_blocks:
         if _make_room(state) == row:
-            break
-    if batch.requests[row] is None or cache.num_free_blocks < len(cache.groups):
-        return False
-    for g, block in enumerate(batch.block_table[:, row, place].tolist()):
-        if cache.pool.ref_count[block] > 1:
-            batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
-            state.copy([(block, copy)])
+            return False
+    for g, block in shared():
+        batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
+        state.copy([(block, copy)])
     state.notices.replaced.append((row, place))
     return True
 
