@@ -309,6 +309,7 @@ class SchedulerState:
         self.cache.share(tables)
         new_row = self.enter(child, tables.tolist(), num_computed, int(self.batch.num_published[row]))
         self.batch.shares_tail[[row, new_row]] = True
+        self.batch.num_at_entry[new_row] = self.batch.num_at_entry[row]  # it decodes if its parent does
 
     def replace_last_token(self, request: Request, token: int) -> None:
         row, batch = request.row, self.batch

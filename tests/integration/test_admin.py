@@ -69,7 +69,8 @@ def drain(core: EngineCore) -> tuple[list[str], dict[str, list[int]]]:
     return order, tokens
 
 
-def test_another_policy_touches_no_running_request() -> None:
+def test_another_policy_touches_no_running_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     core = make_core(max_num_seqs=1)
     expected = {"first": add(core, "first", priority=0)}
     core.step()
@@ -83,6 +84,7 @@ def test_another_policy_touches_no_running_request() -> None:
     assert order == ["first", "urgent", "late"]
     assert tokens == {name: ids if name != "first" else ids[1:] for name, ids in expected.items()}
     assert core.stats().policy_changes == 3
+    assert "policy: fair {'weights': {'x': 2.0}}, was fcfs {}" in caplog.text
 
 
 @pytest.mark.parametrize(

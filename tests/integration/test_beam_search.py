@@ -75,8 +75,10 @@ def test_the_best_sequences_however_it_is_scheduled(options: dict[str, Any]) -> 
         assert not core.beams._beams and not core.beams._leaving and core.beams._num_rows == 0
 
 
-def test_the_prompt_and_shared_tokens_are_computed_once() -> None:
-    with LLM("toy:history-hash", max_model_len=100, num_blocks=100, enable_prefix_caching=False) as llm:
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+def test_the_prompt_and_shared_tokens_are_computed_once(batching: str) -> None:
+    options: dict[str, Any] = {"max_model_len": 100, "num_blocks": 100, "enable_prefix_caching": False}
+    with LLM("toy:history-hash", batching=batching, **options) as llm:
         sampling = SamplingParams(use_beam_search=True, beam_width=4, max_tokens=8, ignore_eos=True)
         llm.generate("x" * 40, sampling)
         assert llm._client.core.stats().scheduled_tokens == 40 + 7 * 4
