@@ -16,6 +16,7 @@ BATCHINGS = ("mixed", "prefill_first")
 PREEMPTIONS = ("recompute", "swap", "auto")
 VICTIMS = ("policy", "newest", "least_computed")
 KV_LOAD_FAILURES = ("recompute", "fail")
+EVICTIONS = ("lru", "priority")
 MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 4
 _AtLeast2 = Annotated[int, Meta(ge=2)]
@@ -89,6 +90,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_cache_memory: Annotated[
         str | None, Meta(description="size of the KV cache, as 2GiB or 512MiB; default: from the memory that is free")
     ] = None
+    eviction: Annotated[
+        Literal["lru", "priority"], Meta(description="which cached prefixes go first; priority: urgent requests' last")
+    ] = "lru"
     kv_host_memory: Annotated[
         str | None,
         Meta(description="size of the host tier: room to swap to, and for evicted prefixes that may be hit again"),
@@ -216,6 +220,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_load_failure: str = "recompute"
     disk_blocks: Annotated[int, Meta(ge=0)] = 0
     record_cache_events: bool = False
+    eviction: str = "lru"
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True
@@ -232,6 +237,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
             ("preemption", PREEMPTIONS),
             ("victim", VICTIMS),
             ("kv_load_failure", KV_LOAD_FAILURES),
+            ("eviction", EVICTIONS),
         ):
             value = getattr(self, option)
             if value not in known:

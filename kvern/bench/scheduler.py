@@ -138,8 +138,8 @@ def time_blocks(prefix_cache: bool, seed: int = 0) -> Row:
     row["alloc_per_s"] = count / (time.perf_counter() - start)
     cache.end_step()
     start = time.perf_counter()
-    for table in tables:
-        cache.free(table)
+    for request, table in zip(held, tables, strict=True):
+        cache.free(request, table)
     row["free_per_s"] = count / (time.perf_counter() - start)
     if prefix_cache:
         start = time.perf_counter()

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+from kvern.cache.eviction import EVICTION_POLICIES
 from kvern.cache.groups import make_group
 from kvern.cache.prefix_index import DIGEST_SIZE, PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
 from kvern.cache.tiers import DiskTier, HostTier
@@ -84,15 +85,17 @@ class KVCacheManager:
         host_blocks: int = 0,
         disk_blocks: int = 0,
         record_events: bool = False,
+        eviction: str = "lru",
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = [make_group(spec, block_size) for spec in groups]
         self.chunk = chunk
+        self.eviction = EVICTION_POLICIES[eviction]()
         self.events = EventLog() if record_events else None
         self.index = PrefixIndex(self._record_removal if record_events else None)
         if enable_prefix_caching:
-            self.pool = BlockPool(num_blocks, self.index.is_hashed, self._evicted)
+            self.pool = BlockPool(num_blocks, self.index.is_hashed, self._evicted, self.eviction.num_levels)
         else:
             self.pool = BlockPool(num_blocks)
         self.disk = DiskTier(disk_blocks) if disk_blocks and enable_prefix_caching else None
@@ -256,16 +259,14 @@ class KVCacheManager:
         self.pool.free([block])
         return copy
 
-    def free(self, tables: NDArray[np.int32]) -> None:
-        """Give back one request's references: tables [groups, n] in their own order; tails are reused first."""
+    def free(self, request: Request, tables: NDArray[np.int32]) -> None:
+        """Give back a request's references: tables [groups, n] in their own order; tails are reused first."""
         for table in tables.tolist():
-            table.reverse()
-            self.pool.free(table)
+            self.drop(request, table)
 
-    def drop(self, blocks: list[int]) -> None:
-        """Give back blocks that no token will read again."""
-        blocks.reverse()
-        self.pool.free(blocks)
+    def drop(self, request: Request, blocks: list[int]) -> None:
+        """Give back blocks of one of its tables, in their order there."""
+        self.pool.free(reversed(blocks), self.eviction.level(request))
 
     # ---- the prefix index
 

@@ -121,7 +121,7 @@ def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
         for i in np.flatnonzero(first > batch.num_dropped[g, rows]).tolist():
             row, end = int(rows[i]), int(first[i])
             start = int(batch.num_dropped[g, row])
-            state.cache.drop(batch.block_table[g, row, start:end].tolist())
+            state.cache.drop(batch.request_at(row), batch.block_table[g, row, start:end].tolist())
             batch.block_table[g, row, start:end] = 0
             batch.num_dropped[g, row] = end
 

@@ -85,6 +85,7 @@ class SchedulerState:
             config.host_blocks,
             config.disk_blocks,
             config.record_cache_events,
+            config.eviction,
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
@@ -247,7 +248,7 @@ class SchedulerState:
             self._tell_nothing_more_of(request.row)
             self.batch.remove(request.row)
             if not ended or not self.transfers.hold_for_sending(request, tables, num_computed):
-                self.cache.free(tables)
+                self.cache.free(request, tables)
             if request.lora is not None:
                 self.loras[request.lora] -= 1
                 if not self.loras[request.lora]:
@@ -261,7 +262,7 @@ class SchedulerState:
         elif request in self.transfers.arrived:
             self.transfers.arrived.remove(request)
         if request.tables is not None:
-            self.cache.free(request.tables)
+            self.cache.free(request, request.tables)
             request.tables = None
 
     def compute_again(self, request: Request, num_computed: int) -> None:

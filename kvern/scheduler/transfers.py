@@ -73,7 +73,7 @@ class Transfers:
             return
         request = hold.request
         if self.state.requests.get(request_id) is not request:  # aborted meanwhile
-            self.state.cache.free(hold.tables)
+            self.state.cache.free(hold.request, hold.tables)
             return
         self.state.waiting.remove(request)
         request.tables = hold.tables
@@ -93,7 +93,7 @@ class Transfers:
         self.arrived.add(request)
 
     def _start_over(self, request: Request) -> None:
-        self.state.cache.free(request.tables)
+        self.state.cache.free(request, request.tables)
         request.tables = None
         request.num_computed_tokens = 0
         self.state.waiting.add(request)
@@ -124,7 +124,7 @@ class Transfers:
         """Unknown ids are fine."""
         hold = self.sending.pop(request_id, None)
         if hold is not None:
-            self.state.cache.free(hold.tables)
+            self.state.cache.free(hold.request, hold.tables)
 
     # ---- accounts
 
