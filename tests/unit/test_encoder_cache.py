@@ -1,4 +1,4 @@
-"""Image embeddings: two accounts (a step's budget, the cache's room), shared by content, evicted when room is needed."""
+"""Image embeddings: a step's budget, the cache's room; shared by content, and evicted only when room is needed."""
 
 from __future__ import annotations
 
