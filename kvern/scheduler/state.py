@@ -95,6 +95,7 @@ class SchedulerState:
         self.transfers = Transfers(self, connector)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
+        self.siblings: dict[str, list[Request]] = {}  # live request -> those added as its forks
         self.loras: dict[str, int] = {}  # adapter -> rows that use it
         self.stats = SchedulerStats()
         self.notices = Notices()
@@ -155,6 +156,8 @@ class SchedulerState:
         limit, max_tokens = self.config.max_model_len, request.sampling.max_tokens
         request.max_total_tokens = limit if max_tokens is None else min(limit, request.num_prompt_tokens + max_tokens)
         self.requests[request.id] = request
+        if request.fork_of in self.requests:
+            self.siblings.setdefault(request.fork_of, []).append(request)
         self.policy.on_arrival(request.info)
         error = self.never_fits(request)
         if error is not None:
@@ -229,11 +232,23 @@ class SchedulerState:
         self._leave(request, ended=True)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
+        if request.id in self.siblings:
+            self._pass_on_prompt(self.siblings.pop(request.id))
         self.policy.on_finish(request.info)
         self.notices.finished_ids.append(request.id)
         if status is RequestStatus.FINISHED_IGNORED:
             self.notices.ignored_ids.append(request.id)
         self.ended.append(FinishedRequest(request, status, stop_reason, error))
+
+    def _pass_on_prompt(self, siblings: list[Request]) -> None:
+        """Whose prompt they were to share has ended: those that have not started share that of the first of them."""
+        siblings = [s for s in siblings if s.row < 0 and not s.resumed and self.requests.get(s.id) is s]
+        if siblings:
+            heir, *others = siblings
+            heir.fork_of = None
+            for sibling in others:
+                sibling.fork_of = heir.id
+            self.siblings[heir.id] = others
 
     def _leave(self, request: Request, ended: bool = False) -> None:
         """Out of the batch or the queue, blocks given back; those of a request that has ended may still be sent."""

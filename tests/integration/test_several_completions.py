@@ -101,6 +101,9 @@ def test_the_first_is_aborted(steps: int) -> None:
                 got.setdefault(request_id, []).extend(new)
     assert not core.has_work()
     assert [got["r_1"], got["r_2"]] == alone(3, 5, max_tokens=6, ignore_eos=True)[1:]
+    if steps < 4:  # the second takes its place, so the prompt is computed by those two at most
+        assert core.stats().scheduled_tokens == 20 * steps + len(PROMPT) + 2 * 5 + 1
+    assert not core.scheduler.state.siblings
 
 
 def test_best_of() -> None:
