@@ -97,7 +97,7 @@ class KVCacheManager:
         if enable_prefix_caching:
             self.pool = BlockPool(num_blocks, self.index.is_hashed, self._evicted, self.eviction.num_levels)
         else:
-            self.pool = BlockPool(num_blocks)
+            self.pool = BlockPool(num_blocks, num_levels=self.eviction.num_levels)
         self.disk = DiskTier(disk_blocks) if disk_blocks and enable_prefix_caching else None
         self.host = HostTier(host_blocks, self._host_evicted) if host_blocks else None
         self.moves = TierMoves()

@@ -138,6 +138,8 @@ class Fuzz:
             "encoder_budget": rng.choice([8, 20]) if self.images else 0,
             "encoder_cache_size": rng.choice([8, 30]) if self.images else 0,
             "transfer_lease": rng.choice([0.2, 100.0]),
+            "disk_blocks": rng.choice([0, 0, 6, 100]),
+            "eviction": rng.choice(["lru", "lru", "priority"]),
             "seed": seed,
         }
         self.h = SchedulerHarness(**self.config, connector=self.connector)
