@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 WINDOW, SIZE = 512, 16
 STORY = "The river ran past the mill, and the miller counted the sacks that came and went. "
-LONG = "".join(f"Day {i}. {STORY}" for i in range(60))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+LONG = "".join(f"Day {i}. {STORY}" for i in range(40))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def test_window_blocks_are_given_back_and_prefixes_are_hit_in_all_groups(llm):
     scheduler = llm._client.core.scheduler
     assert sorted(scheduler.config.kv_groups) == ["full", *[f"window:{WINDOW}"] * 5]
     prompt = llm.get_tokenizer().encode(LONG)
-    assert len(prompt) > 1200
+    assert len(prompt) > 800
     held = [
         scheduler.config.num_blocks - 1 - scheduler.num_free_blocks
         for delta in llm.stream({"prompt_token_ids": prompt}, GREEDY)
         if delta.token_ids and delta.finish_reason is None
     ]
     whole = -(-len(prompt) // SIZE)
-    assert len(held) > 8
+    assert len(held) > 5
     assert whole + 5 * (WINDOW // SIZE) <= held[-1] <= whole + 2 + 5 * (WINDOW // SIZE + 1)
 
     (first,) = llm.generate([prompt], GREEDY)
