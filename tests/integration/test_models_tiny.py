@@ -114,9 +114,10 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case, tmp_path):
     assert driver.run(0, 40, chunk=13) == generated[0, 60:].tolist()
 
 
-def test_bfloat16_is_close_to_float32(tmp_path):
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_bfloat16_is_close_to_float32(case, tmp_path):
     """Seen in transformers itself on such models: 1 to 3 percent of the logits' spread."""
-    reference("llama", tmp_path)
+    reference(case, tmp_path)
     tokens = np.random.default_rng(0).integers(3, VOCAB, 200).tolist()
     want, got = (all_logits(ours(tmp_path, dtype), tokens) for dtype in ("float32", "bfloat16"))
     assert 0 < np.sqrt(((got - want) ** 2).mean()) < 0.06 * want.std()
