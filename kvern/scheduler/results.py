@@ -21,7 +21,7 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
         _take_in_transfers(state, output, result)
     if result.lost:
         state.cache.forget_files([name for name, _ in result.lost])
-        state.transfers.blocks_lost([block for _, block in result.lost])
+        state.transfers.blocks_lost(output, [block for _, block in result.lost])
     live = state.batch.epoch[output.rows] == output.epochs
     sampled = result.count > 0
     if result.errors:

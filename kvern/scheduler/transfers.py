@@ -87,10 +87,10 @@ class Transfers:
         if failed:
             request.num_computed_tokens = min(hold.num_computed, min(failed) * self.state.config.block_size)
             request.ask_connector = False
-            if not self.state.cache.holds_all(request.tables, request.num_computed_tokens):
-                self._start_over(request)
-                return
-        self.arrived.add(request)
+        if self.state.cache.holds_all(request.tables, request.num_computed_tokens):
+            self.arrived.add(request)
+        else:
+            self._start_over(request)
 
     def _start_over(self, request: Request) -> None:
         self.state.cache.free(request, request.tables)
@@ -147,40 +147,42 @@ class Transfers:
     # ---- loads within a step
 
     def load_failed(self, output: SchedulerOutput, request_id: str, places: list[int]) -> None:
-        """Blocks that `output` said to load did not come: everybody who reads them computes again from there on, and
-        what they have sampled, in this step or in later ones under way, is void: they get another epoch."""
+        """Blocks, at these places of the request's tables, that `output` said to load did not come."""
+        for new in output.new_requests:
+            if new.request_id == request_id:
+                if request_id in self.state.requests:
+                    self.state.requests[request_id].ask_connector = False
+                self.blocks_lost(output, [table[place] for table in new.tables for place in places])
+
+    def blocks_lost(self, output: SchedulerOutput, blocks: list[int]) -> None:
+        """The content of blocks that `output` said to load did not come: everybody who reads them computes again from
+        there on, and what they have sampled, in this step or in later ones under way, is void: they get another
+        epoch. What was computed from them cannot be hit, whoever has left meanwhile."""
         state, batch = self.state, self.state.batch
-        tables = {new.request_id: np.array(new.tables, dtype=np.int32) for new in output.new_requests}
-        if request_id not in tables:
-            return
-        if request_id in state.requests:
-            state.requests[request_id].ask_connector = False
-        bad = [block for block in tables[request_id][:, places].ravel().tolist() if block != NULL_BLOCK]
-        state.cache.distrust(tables[request_id][:, min(places) :])
-        for row in batch.order.tolist():
-            lost = np.isin(batch.tables_of(row), bad).any(axis=0)
-            if lost.any():
-                first = int(lost.argmax())
-                state.cache.distrust(batch.tables_of(row)[:, first:])
-                batch.num_published[row] = min(int(batch.num_published[row]), first)
-                self._compute_again(batch.request_at(row), first * state.config.block_size)
-        for reader, table in tables.items():
-            request = state.requests.get(reader)
-            if request is not None and request.row < 0 and np.isin(table, bad).any():
+        bad = [block for block in blocks if block != NULL_BLOCK]
+
+        def first_lost(tables: Int32) -> int | None:
+            lost = np.isin(tables, bad).any(axis=0)
+            if not lost.any():
+                return None
+            state.cache.distrust(tables[:, int(lost.argmax()) :])
+            return int(lost.argmax())
+
+        for new in output.new_requests:
+            request = state.requests.get(new.request_id)
+            lost = first_lost(np.array(new.tables, dtype=np.int32)) is not None
+            if lost and request is not None and request.row < 0:
                 request.epoch = batch.new_epoch()
                 state.forget_host_copy(request)
-
-    def blocks_lost(self, blocks: list[int]) -> None:
-        """The content of these blocks did not come from disk: everybody who holds one starts over, and what they have
-        sampled is void."""
-        batch, cache = self.state.batch, self.state.cache
         for row in batch.order.tolist():
-            lost = np.isin(batch.tables_of(row), blocks).any(axis=0)
-            if lost.any():
-                request = batch.request_at(row)
-                cache.distrust(batch.tables_of(row)[:, int(lost.argmax()) :])
-                self.state.compute_again(request, 0)
-                self.state.preempt(request)
+            first = first_lost(batch.tables_of(row))
+            if first is not None:
+                batch.num_published[row] = min(int(batch.num_published[row]), first)
+                self._compute_again(batch.request_at(row), first * state.config.block_size)
+        for hold in self.loading.values():
+            first = first_lost(hold.tables)
+            if first is not None:
+                hold.num_computed = min(hold.num_computed, first * state.config.block_size)
 
     def _compute_again(self, request: Request, num_computed: int) -> None:
         tables = self.state.batch.tables_of(request.row)

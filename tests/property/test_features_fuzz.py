@@ -16,7 +16,7 @@ from workloads import leftovers
 from kvern.cache.groups import make_group
 from kvern.request import Request, RequestStatus
 from kvern.scheduler.policies import Policy, RequestInfo
-from kvern.step import SchedulerOutput
+from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.testing import SchedulerHarness
 from kvern.testing.faults import FakeConnector
 from kvern.testing.harness import own_tokens
@@ -144,6 +144,8 @@ class Fuzz:
         }
         self.h = SchedulerHarness(**self.config, connector=self.connector)
         self.h.scheduler.set_preemption_costs(0.001, rng.choice([0.0001, 0.01]))
+        self.execute = self.h.executor.execute
+        self.h.executor.execute = self.execute_with_losses  # type: ignore[method-assign]
         self.todo = [self.draw_request(i) for i in range(rng.randint(1, 14))]
         self.asked: dict[str, dict[str, Any]] = {}
         self.pending_grammars: list[str] = []
@@ -176,6 +178,15 @@ class Fuzz:
                 images.append({"offset": at, "length": size, "id": f"{self.rng.choice('XYZ')}{size}"})
             at += size + self.rng.randint(0, 10)
         return images
+
+    def execute_with_losses(self, output: SchedulerOutput, forced: Any = None) -> ModelRunnerOutput:
+        """Now and then a file on disk is damaged. That must be known before the next step is planned."""
+        lost = [f for f in output.blocks_from_disk if self.ahead == 1 and self.rng.random() < 0.3]
+        for name, _ in lost:
+            self.h.executor.disk[name] = np.full(self.size, -7, dtype=np.int64)
+        result = self.execute(output, forced)
+        result.lost = lost
+        return result
 
     # ---- the play
 

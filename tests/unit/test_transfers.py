@@ -261,3 +261,33 @@ def test_a_policy_that_changes_reorders_who_has_loaded() -> None:
     assert h.request(low).blocked_by is BlockedBy.MAX_NUM_SEQS
     h.abort(busy)
     assert list(h.schedule().num_scheduled_tokens) == [high]
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("then", ["go on", "abort", "preempt"])
+def test_a_damaged_file_is_computed_and_leaves_nothing_in_the_cache(then: str) -> None:
+    """Also when the request that was to read it has left before the damage was known."""
+    h = SchedulerHarness(num_blocks=6, block_size=4, disk_blocks=20)
+    prompt = PROMPT[:13]
+    h.add(prompt, max_tokens=1)
+    h.step()
+    h.add(20, max_tokens=1)  # takes all blocks
+    for _ in range(3):
+        h.step()
+    rid = h.add(prompt, max_tokens=3)
+    out = h.schedule()
+    assert len(out.blocks_from_disk) == 3 and out.num_scheduled_tokens == {rid: 1}
+    for name, _ in out.blocks_from_disk:
+        h.executor.disk[name][:] = 999
+    if then != "go on":
+        getattr(h.scheduler, then)(rid)
+    result = h.executor.execute(out)
+    result.lost = out.blocks_from_disk
+    assert h.scheduler.update_from_output(out, result, 0.0).tokens() == {}
+    h._planned.clear()
+    again = h.add(prompt, max_tokens=3)
+    texts = h.run()
+    assert texts[again] == reference_tokens(prompt, 3)
+    assert texts[rid] == ([] if then == "abort" else reference_tokens(prompt, 3))
