@@ -134,6 +134,7 @@ class BeamSearches:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._searches: dict[str, Search] = {}  # by the id of each owner that has not been told its end
+        self._incomplete: dict[str, Search] = {}  # not all of its owners have come; by the id of the first
         self._waiting: deque[Search] = deque()  # complete, and not begun for lack of rows
         self._num_rows = 0  # spoken for by the searches under way
         self._beams: dict[str, tuple[Search, Beam]] = {}  # live beams, by id; a held one is among them
@@ -160,15 +161,13 @@ class BeamSearches:
             ttft_target=add.ttft_target,
             tpot_target=add.tpot_target,
         )
-        search = Search(add.sampling, self._ending_ids(add.sampling))
-        if add.fork_of is not None:
-            if add.fork_of not in self:
-                self._ended.append(FinishedRequest(owner, RequestStatus.FINISHED_ABORTED, None, None))
-                return
-            search = self._searches[add.fork_of]
+        first = add.fork_of or add.request_id
+        search = self._incomplete.pop(first, None) or Search(add.sampling, self._ending_ids(add.sampling))
         search.owners.append(owner)
         self._searches[owner.id] = search
-        if len(search.owners) == add.sampling.n:
+        if len(search.owners) < add.sampling.n:
+            self._incomplete[first] = search
+        else:
             self._waiting.append(search)
             self._begin_what_fits()
 
@@ -189,6 +188,7 @@ class BeamSearches:
     def abort_all(self) -> None:
         for request_id in list(self._searches):
             self.abort(request_id)
+        self._incomplete.clear()
 
     @property
     def active(self) -> bool:

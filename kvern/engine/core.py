@@ -80,8 +80,9 @@ class EngineCore:
         try:
             self._plan(now)
             output, result = self._planned.popleft()
-            outputs = self.beams.take_in(self.scheduler.update_from_output(output, result(), now))
+            outputs = self.scheduler.update_from_output(output, result(), now)
             self._watch_progress(output, outputs)
+            outputs = self.beams.take_in(outputs)
             self.admin.after_step()
             if self._event_publisher is not None:
                 self._event_publisher.publish(self.scheduler.take_cache_events(), now)

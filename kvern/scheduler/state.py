@@ -329,10 +329,12 @@ class SchedulerState:
 
     def replace_last_token(self, request: Request, token: int) -> None:
         row, batch = request.row, self.batch
+        last = int(batch.num_tokens[row] if row >= 0 else request.num_tokens) - 1
+        del request.block_hashes[last // self.config.block_size :]  # it may have been looked up with the other token
+        self.cache.forget(request.id)
         if row < 0:
-            request.token_ids[-1] = token
+            request.token_ids[last] = token
             return
-        last = int(batch.num_tokens[row]) - 1
         assert batch.num_computed[row] <= last and not batch.num_placeholders[row], f"{request.id}: computed already"
         batch.token_ids[row, last] = token
         batch.num_drafts[row] = 0

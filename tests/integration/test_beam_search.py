@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,20 @@ def test_a_chosen_token_takes_the_place_of_the_sampled_one_and_of_its_drafts() -
     assert h.request(name).output_token_ids[1:] == reference_tokens([5, 6, 7, 8, 9, 77], 8)
 
 
+def test_a_chosen_token_of_a_fork_that_waits_and_was_looked_up() -> None:
+    """The policy looks waiting requests up when they come, with the token that the parent sampled."""
+    h = SchedulerHarness(block_size=1, max_num_seqs=1, policy="prefix")
+    parent = h.add([5, 6, 7], max_tokens=4)
+    h.step()
+    child = h.fork(parent)
+    h.scheduler.replace_last_token(child, 88)
+    h.run()
+    assert h.request(child).output_token_ids[1:] == reference_tokens([5, 6, 7, 88], 3)
+    again = h.add([5, 6, 7, 88], max_tokens=3)
+    h.run()
+    assert h.request(again).output_token_ids == reference_tokens([5, 6, 7, 88], 3)
+
+
 def make_core(**limits: Any) -> EngineCore:
     config = SchedulerConfig(**{"num_blocks": 64, "block_size": 4, "max_model_len": 64, **limits})
     return EngineCore(HistoryHashExecutor(config), Scheduler(config), check_invariants=True)
@@ -154,19 +169,80 @@ def test_every_owner_ends_once_also_when_aborted(steps: int) -> None:
     assert found["b_0"] == (["abort"] if steps < 6 else ["length"])
 
 
-def test_a_search_whose_owners_do_not_all_come_holds_nothing() -> None:
+def test_a_search_begins_when_all_of_its_owners_have_come() -> None:
     core = make_core()
     first, second = owners("a")
     core.add(first)
     assert not core.has_work()
     core.abort(["a_0"])
-    core.add(second)  # too late
-    assert ends(drain(core)) == {"a_0": ["abort"], "a_1": ["abort"]}
+    core.add(second)
+    assert ends(drain(core)) == {"a_0": ["abort"], "a_1": ["length"]}
     with pytest.raises(InvalidRequest, match="in use"):
         for add in owners("b") + owners("b"):
             core.add(add)
     core.abort_all()
     assert ends(drain(core)) == {"b_0": ["abort"], "b_1": ["abort"]}
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_model_len": 40,
+        "block_size": rng.choice([1, 4, 16]),
+        "max_num_seqs": rng.choice([3, 4, 8]),
+        "max_num_batched_tokens": rng.choice([2, 7, 64]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "policy": rng.choice(["fcfs", "priority", "fair", "deadline", "prefix"]),
+        "batching": rng.choice(["mixed", "prefill_first"]),
+        "preempt_probability": rng.choice([0.0, 0.3]),
+        "async_scheduling": rng.choice(["on", "off"]),
+        "preemption": rng.choice(["recompute", "swap"]),
+        "kv_host_memory": "64KiB",
+    }
+    whole = -(-options["max_model_len"] // options["block_size"])  # what one request may take
+    options["num_blocks"] = 1 + whole * rng.choice([1, 2, 4])
+    if options["preemption"] == "recompute":
+        del options["kv_host_memory"]
+    return options
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_searches_in_any_company(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(seed)
+    with LLM("toy:history-hash", check_invariants=True, **random_options(rng)) as llm:
+        core, process = llm._client.core, llm._client.input_processor.process
+        expected: dict[str, list[int]] = {}
+        coming: list[AddRequest] = []
+        for i in range(rng.randint(2, 5)):
+            prompt = [rng.randrange(20, 100) for _ in range(rng.randint(1, 12))]
+            width, length = rng.randint(1, 3), rng.randint(1, 7)
+            n = rng.randint(1, width)
+            beams = SamplingParams(use_beam_search=True, beam_width=width, n=n, max_tokens=length, ignore_eos=True)
+            plain = SamplingParams(temperature=0.0, n=n, max_tokens=length, ignore_eos=True)
+            if rng.random() < 0.3:
+                coming += process(f"plain{i}", prompt, plain)
+            else:
+                children = process(f"beams{i}", prompt, beams, priority=i % 2, tenant=str(i % 2))
+                coming += children
+                best = toy_beams(prompt, width, length)
+                expected |= {child.request_id: tokens for child, tokens in zip(children, best, strict=False)}
+        aborted: set[str] = set()
+        got: dict[str, list[int]] = {}
+        reports = []
+        while coming or core.has_work():
+            while coming and rng.random() < 0.6:
+                core.add(coming.pop(0))
+            if rng.random() < 0.03:
+                aborted.add(name := rng.choice([*expected, "nobody"]))
+                core.abort([name])
+            core.admin.requests()
+            reports.append(core.step())
+            for name, tokens in zip(reports[-1].request_ids, reports[-1].token_ids, strict=True):
+                got.setdefault(name, []).extend(tokens)
+        assert all(len(reasons) == 1 for reasons in ends(reports).values())
+        for name, tokens in expected.items():
+            assert name in aborted or got[name] == tokens, name
+        assert not caplog.records, "no step was empty without need"
+        drain(core)
 
 
 def test_searches_wait_for_rows_for_all_of_their_beams() -> None:
