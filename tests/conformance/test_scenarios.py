@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from run_scenarios import FILES, Run, Skip, harness_class, load
+from run_scenarios import Run, Skip, harness_class, load
+
+PUBLIC, OWN = load(), load(["scenarios_own.yaml"])
 
 # Areas whose scenarios must run: a skip there would hide that something got lost.
 MUST_RUN = {"budget", "order", "preemption", "priority", "prefix-cache", "block-pool", "stop-conditions", "abort"}
 MUST_RUN |= {"limits", "spec", "async"}
 
 
-@pytest.mark.parametrize("scenario", load(), ids=lambda s: s["id"])
+@pytest.mark.parametrize("scenario", PUBLIC, ids=lambda s: s["id"])
 def test_scenario(scenario: dict[str, Any]) -> None:
     try:
         Run(scenario, harness_class())
@@ -21,11 +23,11 @@ def test_scenario(scenario: dict[str, Any]) -> None:
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("scenario", load(["scenarios_own.yaml"]), ids=lambda s: s["id"])
+@pytest.mark.parametrize("scenario", OWN, ids=lambda s: s["id"])
 def test_own_scenario(scenario: dict[str, Any]) -> None:
     Run(scenario, harness_class())
 
 
 def test_scenarios_have_names_of_their_own() -> None:
-    names = [scenario["id"] for scenario in load([*FILES, "scenarios_own.yaml"])]
+    names = [scenario["id"] for scenario in PUBLIC + OWN]
     assert len(names) == len(set(names)) >= 2 * 71
