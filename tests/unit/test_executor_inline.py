@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvern.config import EngineConfig, InvalidConfig
-from kvern.executor.inline import load_executor, size_cache
+from kvern.executor.inline import load_executor
+from kvern.executor.limits import size_cache
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.scheduler.scheduler import Scheduler
