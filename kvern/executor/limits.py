@@ -61,8 +61,8 @@ def size_cache(
     fewest = 1 + len(groups)  # block 0 is never used
     if num_blocks < fewest:
         raise InvalidConfig(
-            f"{source} is too small for a KV cache: it needs {fewest} blocks or more, of {size_text(block_bytes)} each; "
-            "set kv_cache_memory or num_blocks"
+            f"{source} is too small for a KV cache: it needs {fewest} blocks or more, of {size_text(block_bytes)} "
+            "each; set kv_cache_memory or num_blocks"
         )
     room = bisect_right(range(longest + 1), num_blocks - 1, key=blocks_for) - 1
     if longest > room:
