@@ -10,6 +10,7 @@ from kvern.config import SchedulerConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.messages import AddRequest, WireLogprobs
 from kvern.executor.inline import InlineExecutor
+from kvern.runner.cache_layout import cache_layout
 from kvern.runner.model_runner import ModelRunner
 from kvern.sampling_params import SamplingParams
 from kvern.scheduler.scheduler import Scheduler
@@ -73,12 +74,15 @@ def requests_of_all_kinds(vocab_size: int) -> list[AddRequest]:
 
 
 def make_core(kind: str, proposer: Any = None, preempt: float = 0.0, **limits: Any) -> EngineCore:
-    """kind: "toy", or "llama", tiny and random."""
-    config = SchedulerConfig(**{"num_blocks": 120, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8, **limits})
+    """kind: "toy", or tiny and random: "llama", or "mistral" that sees 10 tokens back."""
+    limits = {"num_blocks": 120, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8, **limits}
     if kind == "toy":
+        config = SchedulerConfig(**limits)
         executor: Any = HistoryHashExecutor(config, proposer=proposer)
     else:
-        executor = InlineExecutor(ModelRunner(tiny_model(), config, proposer))
+        model = tiny_model(architecture=kind, sliding_window=10 if kind == "mistral" else None)
+        config = SchedulerConfig(kv_groups=cache_layout(model.config).groups, **limits)
+        executor = InlineExecutor(ModelRunner(model, config, proposer))
     faults = RandomPreemption(preempt, 5).before_step if preempt else None
     return EngineCore(executor, Scheduler(config), check_invariants=True, before_step=faults)
 

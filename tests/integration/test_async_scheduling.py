@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
 import time
@@ -21,7 +22,7 @@ from kvern.testing.faults import FaultyExecutor
 from kvern.testing.toy import HistoryHashExecutor, reference_tokens
 from tests.runs import Said, make_core, requests_of_all_kinds, run
 
-VOCAB = {"toy": 259, "llama": 101}
+VOCAB = {"toy": 259, "llama": 101, "mistral": 101}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunked": {"max_num_batched_tokens": 10, "max_num_seqs": 4},
@@ -47,8 +48,9 @@ def ahead(kind: str = "toy", **options: Any) -> EngineCore:
     return make_core(kind, async_scheduling=True, **options)
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("kind", ["toy", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "condition"), [*itertools.product(["toy", "llama"], CONDITIONS), ("mistral", "preempted")]
+)
 def test_the_same_words(kind: str, condition: str) -> None:
     """Tokens, logprobs, prompt logprobs and endings; B046: nothing that is under way is computed for ever again."""
     core = ahead(kind, **CONDITIONS[condition])

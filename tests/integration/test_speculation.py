@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvern.speculative.ngram import NgramProposer
 from tests.models import fetch
 from tests.runs import Said, ToyProphet, make_core, requests_of_all_kinds, run
 
-VOCAB = {"toy": 259, "llama": 101}
+VOCAB = {"toy": 259, "llama": 101, "mistral": 101}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunked": {"max_num_batched_tokens": 24, "max_num_seqs": 4},
@@ -34,8 +35,9 @@ def proposer_of(kind: str, k: int) -> Any:
     return ToyProphet(k) if kind == "toy" else NgramProposer(k)
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("kind", ["toy", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "condition"), [*itertools.product(["toy", "llama"], CONDITIONS), ("mistral", "preempted")]
+)
 def test_the_same_words(kind: str, condition: str) -> None:
     """B052, B054, B058."""
     options = CONDITIONS[condition]
