@@ -131,7 +131,7 @@ def _looking_ahead(config: EngineConfig) -> dict[str, Any]:
     if planned_ahead:
         raise InvalidConfig(
             f"async_scheduling on cannot be used with speculative {config.speculative}: a step is then planned before "
-            "its drafts are known; set one of the two to off"
+            "its drafts are known; use one of the two"
         )
     drafts = config.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
     need = config.max_num_seqs * (1 + drafts)
