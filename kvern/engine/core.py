@@ -230,7 +230,8 @@ class EngineCore:
         if any(reason in _EXTERNAL for reason in self.scheduler.waiting_by_reason()):
             return
         self._empty_steps += 1
-        if self._empty_steps == 1 and not output.preempted_req_ids:
+        # One planned ahead may be empty because what it could hold came later.
+        if self._empty_steps == self._depth and not output.preempted_req_ids:
             logger.error("a step scheduled nothing although work is unfinished\n%s", self.dump())
         if self._empty_steps >= MAX_EMPTY_STEPS:
             raise EngineDeadError(

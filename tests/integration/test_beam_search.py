@@ -105,13 +105,16 @@ def test_a_chosen_token_of_a_fork_that_waits_and_was_looked_up() -> None:
     h = SchedulerHarness(block_size=1, max_num_seqs=1, policy="prefix")
     parent = h.add([5, 6, 7], max_tokens=4)
     h.step()
+    (sampled,) = h.request(parent).output_token_ids
     child = h.fork(parent)
     h.scheduler.replace_last_token(child, 88)
+    h.scheduler.replace_last_token(parent, 99)
     h.run()
     assert h.request(child).output_token_ids[1:] == reference_tokens([5, 6, 7, 88], 3)
-    again = h.add([5, 6, 7, 88], max_tokens=3)
+    prompt = [5, 6, 7, sampled, 9]  # nobody has computed the fourth token after the first three
+    other = h.add(prompt, max_tokens=3)
     h.run()
-    assert h.request(again).output_token_ids == reference_tokens([5, 6, 7, 88], 3)
+    assert h.request(other).output_token_ids == reference_tokens(prompt, 3)
 
 
 def make_core(**limits: Any) -> EngineCore:
