@@ -191,6 +191,15 @@ def test_without_its_policy_a_step_is_first_come_first_served_and_the_next_one_i
     assert order_of_service(h)[-1] == ids[1]
 
 
+def test_the_order_is_restored_after_a_step_without_the_policy(monkeypatch: Any) -> None:
+    """They came while it could not rank. Ranks of a policy that is not dynamic are asked for once, but for this."""
+    monkeypatch.setattr(Moody, "broken", {"rank"})
+    h, ids = three(f"{HERE}:Moody")
+    assert [request.id for request in h.scheduler.waiting()] == ids
+    monkeypatch.setattr(Moody, "broken", set())
+    assert order_of_service(h)[0] == ids[2]
+
+
 @pytest.mark.parametrize("rank", [float("nan"), "soon", None, (1, "x"), [1]])
 def test_a_rank_that_is_no_number_is_reported(rank: Any) -> None:
     guard = GuardedPolicy(Newest())

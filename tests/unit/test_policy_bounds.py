@@ -271,7 +271,14 @@ def test_a_stream_never_waits_for_a_long_prompt() -> None:
 
 def count_second_preemptions(seed: int, policy: str, victim: str) -> int:
     rng = random.Random(seed)
-    h = SchedulerHarness(num_blocks=12, block_size=4, max_num_seqs=6, policy=policy, victim=victim)
+    h = SchedulerHarness(
+        num_blocks=12,
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=rng.choice([8, 64]),
+        policy=policy,
+        victim=victim,
+    )
     had: dict[str, int] = {}  # tokens at the last preemption
     twice = 0
 
@@ -296,8 +303,26 @@ def count_second_preemptions(seed: int, policy: str, victim: str) -> int:
 @pytest.mark.parametrize("victim", ["policy", "newest", "least_computed"])
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "shortest", "deadline", "prefix"])
 def test_nobody_is_preempted_twice_without_a_token_while_another_could_be(policy: str, victim: str) -> None:
-    twice = sum(count_second_preemptions(seed, policy, victim) for seed in range(4))
+    twice = sum(count_second_preemptions(seed, policy, victim) for seed in range(5))
     assert twice, "nobody was preempted twice: the test proves nothing"
+
+
+@pytest.mark.parametrize("victim", ["policy", "newest"])
+def test_who_is_computing_again_is_spared(victim: str) -> None:
+    """7 blocks of 4. The newest request has been preempted and computes its 9 tokens again, four a step; before it says
+    anything, the others need a third block each, and one is left: the newest of *them* goes."""
+    h = SchedulerHarness(
+        num_blocks=8, block_size=4, long_prefill_token_threshold=4, enable_prefix_caching=False, victim=victim
+    )
+    first, second, newest = h.add(6, max_tokens=30), h.add(6, max_tokens=30), h.add(8, max_tokens=30)
+    h.step()
+    h.step()
+    h.scheduler.preempt(newest)
+    assert h.schedule().num_scheduled_tokens == {first: 1, second: 1, newest: 4}
+    h.update(h._planned[0])
+    h.step()
+    out = h.schedule()
+    assert out.preempted_req_ids == [second] and out.num_scheduled_tokens == {first: 1, newest: 1}
 
 
 def test_too_many_preemptions_end_with_an_error_that_says_so() -> None:
