@@ -327,10 +327,12 @@ class KVCacheManager:
             self.index.remove(block)
             del self._filled_by[block]
 
-    def end_step(self) -> TierMoves:
+    def end_step(self) -> TierMoves | None:
         """What was filled counts as there, and host blocks that were written, read or let go can be reused. Returns the
-        moves between tiers to make before this step computes."""
+        moves between tiers to make before this step computes; None if there are no tiers."""
         self._filled_by.clear()
+        if self.host is None and self.disk is None:
+            return None
         if self.host is not None:
             self.host.end_step()
         if self.disk is not None:

@@ -25,7 +25,7 @@ class SchedulingBudget:
 
     def cut(self, wanted: Int32) -> Int32:
         """What each of these, in this order, can have of `wanted` when nobody after them counts."""
-        if int(wanted.sum()) <= self.remaining:
+        if np.add.reduce(wanted) <= self.remaining:
             return wanted
         ends = np.cumsum(wanted)
         cut: Int32 = np.clip(self.remaining - (ends - wanted), 0, wanted).astype(np.int32)
@@ -33,7 +33,7 @@ class SchedulingBudget:
 
     def take(self, rows: Int32, counts: Int32) -> None:
         self.by_row[rows] = counts
-        self.remaining -= int(counts.sum())
+        self.remaining -= int(np.add.reduce(counts))
         assert self.remaining >= 0, f"{-self.remaining} tokens more than the budget"
 
     def give_back(self, row: int) -> None:

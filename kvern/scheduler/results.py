@@ -29,22 +29,24 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     _take_back_rejected(state, output, result)
     if state.config.async_scheduling:
         _settle_placeholders(state, output, live)
-    if state.batch.special.any():
+    if np.count_nonzero(state.batch.special):
         _release_images(state, output, live)
     chosen = live & sampled
-    if chosen.all():
+    if np.count_nonzero(chosen) == len(chosen):
         ids, rows, tokens, counts = output.request_ids, output.rows, result.token_ids, result.count.copy()
     else:
         chosen = chosen.nonzero()[0]
         ids = [output.request_ids[i] for i in chosen.tolist()]
         rows, tokens, counts = output.rows[chosen], result.token_ids[chosen], result.count[chosen]
+    if tokens.shape[1] > 1:
+        counts = counts.copy()  # trimmed after a stop; it is the executor's otherwise
     stopped = _append_tokens(state, rows, tokens, counts)
     outputs = StepOutputs(ids, tokens, counts)
-    if not live.all():
+    if np.count_nonzero(live) < len(live):
         _deliver_late(state, outputs, output, result, (sampled & ~live).nonzero()[0].tolist())
     if result.logprobs or result.prompt_logprobs:
         _attach_logprobs(state, outputs, output, result)
-    for i in np.flatnonzero(stopped).tolist():
+    for i in stopped.nonzero()[0].tolist():
         _end_stopped(state, state.batch.request_at(int(rows[i])), int(stopped[i]))
     for row, message in result.errors.items():
         if _live_index(state, output, row) is not None:
@@ -53,7 +55,7 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     for row, drafts in result.drafts.items():
         if _live_index(state, output, row) is not None:
             _accept_drafts(state, row, drafts)
-    state.stats.generated_tokens += int(outputs.count.sum())
+    state.stats.generated_tokens += int(np.add.reduce(outputs.count))
     outputs.finished, state.ended = state.ended, []
     return outputs
 
@@ -98,7 +100,7 @@ def _append_tokens(state: SchedulerState, rows: Int32, tokens: Int32, counts: In
         known = batch.append_tokens(now_rows, now_tokens)
         too_long = known >= batch.max_total[now_rows]
         hits = batch.stop_ids[now_rows] == now_tokens[:, None]
-        if too_long.any() or hits.any():
+        if np.count_nonzero(too_long) or np.count_nonzero(hits):
             hits[known < batch.min_total[now_rows]] = False
             why = np.where(too_long, _LENGTH, 0).astype(np.int32)
             why = np.where(hits.any(axis=1), 1 + hits.argmax(axis=1), why).astype(np.int32)

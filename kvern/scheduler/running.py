@@ -25,7 +25,7 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     preempted_before = len(state.notices.preempted_rows)
     num_groups = len(cache.groups)
     _drop_unreadable(state, pending)
-    if batch.shares_tail.any():
+    if np.count_nonzero(batch.shares_tail):
         pending = _own_tails(state, pending)
     ordered = not state.policy.dynamic
     while len(pending):
@@ -36,8 +36,10 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
             grant = _cut_before_image(state, int(now[0]), grant)
         after = batch.num_computed[now] + grant
         grows = (after > batch.num_blocks[now] * size).nonzero()[0]  # places of those that need blocks
-        need = -(-after[grows] // size) - batch.num_blocks[now[grows]]
-        served = _reach(need, grows, len(now), cache.num_free_blocks // num_groups)
+        served = len(now)
+        if len(grows):
+            need = -(-after[grows] // size) - batch.num_blocks[now[grows]]
+            served = _reach(need, grows, len(now), cache.num_free_blocks // num_groups)
         if served < len(now) and _forget_drafts(state, now):
             continue
         if not ordered and (served < len(now) or grant is not wanted):
@@ -48,16 +50,17 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
             continue
         if served:
             rows, grant = now[:served], grant[:served]
-            grows = grows[: grows.searchsorted(served)]
             if batch.special[rows[0]]:
                 request = batch.request_at(int(rows[0]))
                 state.encoder.take(request.id, request.images, int(batch.num_computed[rows[0]]), int(grant[0]))
             state.budget.take(rows, grant)
             batch.num_computed[rows] = after[:served]
             if len(grows):
+                grows = grows[: grows.searchsorted(served)]
                 need = need[: len(grows)]
                 blocks = np.array(cache.allocate(int(need.sum()) * num_groups), dtype=np.int32)
-                batch.append_blocks(rows[grows], need, blocks.reshape(num_groups, -1))
+                placed = batch.append_blocks(rows[grows], need, blocks.reshape(num_groups, -1))
+                state.notices.placed.append(placed)
         pending = pending[served:]
         if served < len(now):
             pending = pending[pending != _make_room(state)]
@@ -75,14 +78,14 @@ def _forget_drafts(state: SchedulerState, rows: Int32) -> bool:
 
 def _reach(need: Int32, grows: NDArray[np.intp], num_rows: int, num_free: int) -> int:
     """How many rows, from the first on, can be served with num_free blocks, if the rows at `grows` need `need`."""
-    if int(need.sum()) <= num_free:
+    if np.add.reduce(need) <= num_free:
         return num_rows
     return int(grows[int(np.searchsorted(np.cumsum(need), num_free, side="right"))])
 
 
 def _together(state: SchedulerState, pending: Int32) -> Int32:
     """The rows, from the first on, that can be served in one go."""
-    if not state.batch.special.any():
+    if not np.count_nonzero(state.batch.special):
         return pending
     special = state.batch.special[pending].nonzero()[0]
     return pending if not len(special) else pending[: max(int(special[0]), 1)]
@@ -111,6 +114,8 @@ def _wanted(state: SchedulerState, rows: Int32) -> Int32:
 
 
 def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
+    if not any(group.drops for group in state.cache.groups):
+        return
     batch, computed = state.batch, state.batch.num_computed[rows]
     if state.config.async_scheduling and state.config.num_speculative_tokens:
         computed = np.minimum(computed, batch.num_tokens[rows])  # drafts under way may be rejected
@@ -159,7 +164,7 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
     for g, block in shared():
         batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
         state.copy([(block, copy)])
-    state.notices.replaced.append((row, place))
+    state.notices.placed.append((np.array([row], dtype=np.int32), np.array([place], dtype=np.int32)))
     return True
 
 

@@ -145,13 +145,15 @@ class RunningBatch:
 
     # ---- many rows at once
 
-    def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> None:
-        """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order."""
+    def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> tuple[Int32, Int32]:
+        """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order. Returns the row of
+        each block and its place there."""
         owners = np.repeat(rows, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        index = self.num_blocks[owners] + np.arange(len(owners), dtype=np.int32) - first
+        index: Int32 = self.num_blocks[owners] + (np.arange(len(owners)) - first).astype(np.int32)
         self.block_table[:, owners, index] = blocks
         self.num_blocks[rows] += counts
+        return owners, index
 
     def append_tokens(self, rows: Int32, tokens: Int32) -> Int32:
         """One sampled token to each of these rows. Returns how many they have now."""

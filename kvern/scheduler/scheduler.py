@@ -25,6 +25,7 @@ import numpy as np
 
 from kvern.cache.connectors import SchedulerConnector
 from kvern.cache.events import CacheEvent
+from kvern.cache.kv_cache_manager import TierMoves
 from kvern.config import SchedulerConfig
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
@@ -36,6 +37,8 @@ from kvern.scheduler.results import take_in
 from kvern.scheduler.state import Notices, PreemptionCosts, SchedulerState, SchedulerStats
 from kvern.scheduler.view import RequestView, view_of
 from kvern.step import Int32, ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, StepOutputs
+
+_NO_MOVES = TierMoves()
 
 
 class Scheduler:
@@ -131,16 +134,16 @@ class Scheduler:
         state, batch = self.state, self.state.batch
         state.begin_step(now)
         self.admission.begin_step()
-        running = batch.order
-        epochs, blocks_before = batch.epoch[running], batch.num_blocks[running]
+        running, first_new_epoch = batch.order, batch.next_epoch
         self.batching.plan(self.phases, now)
         state.end_step()
-        computes = state.budget.by_row[running] > 0
-        if batch.order is not running:  # somebody came or left
-            computes &= batch.epoch[running] == epochs
-        if not computes.all():
-            running, blocks_before = running[computes], blocks_before[computes]
-        output = self._write_down(running, blocks_before)
+        num_new = state.budget.by_row[running]
+        computes = num_new > 0
+        if batch.order is not running:  # somebody came or left, and a row may be another's now
+            computes &= batch.epoch[running] < first_new_epoch
+        if np.count_nonzero(computes) < len(running):
+            running, num_new = running[computes], num_new[computes]
+        output = self._write_down(running, num_new)
         if state.policy.accounts:
             state.account(output.rows.tolist())
         state.stats.policy_errors = state.policy.num_errors
@@ -152,17 +155,17 @@ class Scheduler:
 
     # ---- the plan, written down
 
-    def _write_down(self, kept: Int32, blocks_before: Int32) -> SchedulerOutput:
-        """`kept`: rows that were in the batch before and compute something, with the length their tables had."""
+    def _write_down(self, rows: Int32, num_new: Int32) -> SchedulerOutput:
+        """rows: those that were in the batch before and compute something; num_new: how much."""
         state, batch, config, told = self.state, self.state.batch, self.config, self.state.notices
-        rows = kept
-        if told.entered:  # forks among them are in `kept` too
-            known = np.isin(kept, told.entered, invert=True)
-            added = [row for row in told.entered if row not in kept and state.budget.by_row[row]]
-            rows = np.concatenate([kept, np.array(added, dtype=np.int32)])
-            kept, blocks_before = kept[known], blocks_before[known]
-        num_new = state.budget.by_row[rows]
-        after = batch.num_computed[rows]
+        if told.entered:  # forks among them are in `rows` already
+            added = [row for row in told.entered if row not in rows and state.budget.by_row[row]]
+            rows = np.concatenate([rows, np.array(added, dtype=np.int32)])
+            num_new = state.budget.by_row[rows]
+        after, known = batch.num_computed[rows], batch.num_tokens[rows]
+        if state.looks_ahead:
+            known += batch.num_placeholders[rows]
+        tiers = told.tiers or _NO_MOVES
         output = SchedulerOutput(
             step_id=state.stats.steps,
             rows=rows,
@@ -170,19 +173,18 @@ class Scheduler:
             request_ids=batch.ids[rows].tolist(),
             num_computed=after - num_new,
             num_new=num_new,
-            samples=after
-            >= (batch.num_tokens + batch.num_placeholders if state.looks_ahead else batch.num_tokens)[rows],
+            samples=after >= known,
             total_num_scheduled_tokens=config.max_num_batched_tokens - state.budget.remaining,
             new_requests=[self._new_request(row) for row in told.entered],
-            new_blocks=self._new_blocks(kept, blocks_before),
+            new_blocks=self._new_blocks() if told.placed else NewBlocks.none(),
             encoder_inputs=state.encoder.computed(),
             freed_encoder_ids=state.encoder.evicted(),
             blocks_to_copy=told.copies,
             blocks_to_swap_out=told.swap_out,
             blocks_to_swap_in=told.swap_in,
-            blocks_to_disk=[(tier, block, h.hex()) for tier, block, h in told.tiers.to_disk],
-            blocks_from_disk=[(h.hex(), block) for h, block in told.tiers.from_disk],
-            deleted_from_disk=[h.hex() for h in told.tiers.deleted],
+            blocks_to_disk=[(tier, block, h.hex()) for tier, block, h in tiers.to_disk],
+            blocks_from_disk=[(h.hex(), block) for h, block in tiers.from_disk],
+            deleted_from_disk=[h.hex() for h in tiers.deleted],
             finished_req_ids=told.finished_ids,
             finished_rows=told.finished_rows,
             preempted_req_ids=told.preempted_ids,
@@ -218,20 +220,16 @@ class Scheduler:
             images=request.images,
         )
 
-    def _new_blocks(self, rows: Int32, before: Int32) -> NewBlocks:
-        after = self.state.batch.num_blocks[rows]
-        grown = after - before
-        told = self.state.notices
-        replaced = [(row, place) for row, place in told.replaced if row not in told.entered]
-        if not replaced and not grown.any():
-            return NewBlocks.none()
-        owners = np.repeat(rows, grown)
-        first = np.repeat(np.cumsum(grown) - grown, grown)
-        index = np.repeat(before, grown) + np.arange(len(owners), dtype=np.int32) - first
-        if replaced:
-            owners = np.append(owners, np.array([row for row, _ in replaced], dtype=np.int32))
-            index = np.append(index, np.array([place for _, place in replaced], dtype=np.int32))
-        return NewBlocks(owners, index, self.state.batch.block_table[:, owners, index])
+    def _new_blocks(self) -> NewBlocks:
+        """What this step put into tables, of rows that are still there and not told whole."""
+        batch, told = self.state.batch, self.state.notices
+        rows, places = (np.concatenate(parts) for parts in zip(*told.placed, strict=True))
+        stayed = batch.epoch[rows] >= 0
+        if told.entered:
+            stayed &= np.isin(rows, told.entered, invert=True)
+        if np.count_nonzero(stayed) < len(rows):
+            rows, places = rows[stayed], places[stayed]
+        return NewBlocks(rows, places, batch.block_table[:, rows, places])
 
     def _write_drafts(self, output: SchedulerOutput) -> None:
         """Drafts that found no room in the budget are dropped, the first ones are kept."""

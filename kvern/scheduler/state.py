@@ -59,8 +59,8 @@ class Notices:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    replaced: list[tuple[int, int]] = field(default_factory=list)  # (row, place in its tables)
-    tiers: TierMoves = field(default_factory=TierMoves)
+    placed: list[tuple[Int32, Int32]] = field(default_factory=list)  # (rows, places) of blocks new in their tables
+    tiers: TierMoves | None = None
     entered: list[int] = field(default_factory=list)  # rows whose occupant the executor does not know
 
 
@@ -120,9 +120,10 @@ class SchedulerState:
     def end_step(self) -> None:
         self.planning = False
         moves = self.cache.end_step()
-        self.notices.swap_out += moves.to_host
-        self.notices.swap_in += moves.from_host
-        self.notices.tiers = moves
+        if moves is not None:
+            self.notices.swap_out += moves.to_host
+            self.notices.swap_in += moves.from_host
+            self.notices.tiers = moves
 
     def reorder(self) -> None:
         """Ask the policy for every rank again."""
@@ -300,7 +301,6 @@ class SchedulerState:
 
     def _tell_nothing_more_of(self, row: int) -> None:
         told = self.notices
-        told.replaced = [(r, place) for r, place in told.replaced if r != row]
         if row in told.entered:
             told.entered.remove(row)
 
