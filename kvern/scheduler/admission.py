@@ -166,11 +166,12 @@ class Admission:
         if reason is not None:
             if not state.policy.preempts or not self._preempt_for(request, hit):
                 return reason
-            hit, start = self._find_hit(request), hit.num_tokens
-            reason = self._lacks(request, hit)
-            assert reason is None, f"{request.id} still lacks {reason} after the preemptions made for it"
-            assert hit.num_tokens == start, f"{request.id} would read what a preempted request was to compute"
-            num_new = max(num_new, self._num_new(request, start))  # they gave back what they had of this step
+            # They gave back what they had of this step; and if they went to the host, what was cached there has gone.
+            hit = self._find_hit(request)
+            num_new = self._num_new(request, hit.num_tokens)
+            reason = self._lacks(request, hit) or (None if num_new else BlockedBy.TOKEN_BUDGET)
+            if reason is not None:
+                return reason
         self._admit(request, hit, num_new, now)
         return None
 

@@ -7,6 +7,7 @@ the invariants hold after each step, everything drains, and nothing is left over
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -88,11 +89,17 @@ class LossyConnector(FakeConnector):
             self.lost[request.id] = [place]
 
 
-def text_of(prompt: list[int], num_tokens: int, groups: tuple[str, ...], block_size: int) -> list[int]:
-    """The toy model's text after `prompt`: what each group reads, computed without any cache."""
+def text_of(
+    prompt: list[int], num_tokens: int, groups: tuple[str, ...], block_size: int, branches: dict[int, int]
+) -> list[int]:
+    """The toy model's text after `prompt`: what each group reads, computed without any cache. branches: {place in the
+    text: token that stands there instead}, which the model goes on from."""
     reads = [make_group(group, block_size) for group in groups]
     ids = list(prompt)
-    for _ in range(num_tokens):
+    for place in range(num_tokens):
+        if place in branches:
+            ids.append(branches[place])
+            continue
         history = np.asarray(ids, dtype=np.int64) + (np.arange(len(ids), dtype=np.int64) << 32)
         parts = [history[group.first_needed(len(ids) - 1) * block_size :] for group in reads]
         ids.append(next_token(np.concatenate(parts)))
@@ -151,6 +158,7 @@ class Fuzz:
         self.pending_grammars: list[str] = []
         self.flight: list[SchedulerOutput] = []
         self.texts: dict[str, list[int]] = {}
+        self.branches: dict[str, dict[int, int]] = defaultdict(dict)  # request -> {place in its text: token}
 
     def draw_request(self, i: int) -> dict[str, Any]:
         rng = self.rng
@@ -179,8 +187,16 @@ class Fuzz:
             at += size + self.rng.randint(0, 10)
         return images
 
-    def execute_with_losses(self, output: SchedulerOutput, forced: Any = None) -> ModelRunnerOutput:
-        """Now and then a file on disk is damaged. That must be known before the next step is planned."""
+    def execute_with_losses(self, output: SchedulerOutput, _: Any = None) -> ModelRunnerOutput:
+        """Forks go ways of their own. Now and then a file on disk is damaged; that must be known before the next step
+        is planned."""
+        known = {row: len(state.tokens) for row, state in self.h.executor._rows.items()}
+        known |= {new.row: len(new.token_ids) for new in output.new_requests}
+        forced = {}
+        for row, rid, samples in zip(output.rows.tolist(), output.request_ids, output.samples.tolist(), strict=True):
+            place = known[row] - len(self.asked[rid]["prompt"])
+            if samples and place in self.branches[rid]:
+                forced[row] = [self.branches[rid][place]]
         lost = [f for f in output.blocks_from_disk if self.ahead == 1 and self.rng.random() < 0.3]
         for name, _ in lost:
             self.h.executor.disk[name] = np.full(self.size, -7, dtype=np.int64)
@@ -219,7 +235,7 @@ class Fuzz:
                 self.pending_grammars.append(rid)
             if self.rng.random() < 0.3:
                 sibling = asked | {"grammar": None}
-                self.asked[self.h.add(at=self.h.clock.now(), fork_of=rid, **sibling)] = sibling
+                self.branch(self.h.add(at=self.h.clock.now(), fork_of=rid, **sibling), rid)
 
     def mischief(self) -> None:
         rng = self.rng
@@ -232,8 +248,15 @@ class Fuzz:
         if rng.random() < 0.08 and len(self.asked) < 24 and self.h.scheduler.requests:
             parent = rng.choice(sorted(self.h.scheduler.requests))
             if parent not in self.pending_grammars:
-                self.asked[self.h.fork(parent)] = self.asked[parent]
+                self.branch(self.h.fork(parent), parent)
         self.check()
+
+    def branch(self, child: str, parent: str) -> None:
+        """The next token of `child` is not the one that `parent` says there."""
+        known = len(self.h.request(child).output_token_ids)
+        self.asked[child] = self.asked[parent] | {"grammar": None}
+        inherited = {place: token for place, token in self.branches[parent].items() if place < known}
+        self.branches[child] = inherited | {known: self.rng.randint(3, 30)}
 
     def abort_somebody(self) -> None:
         if self.asked:
@@ -276,9 +299,10 @@ class Fuzz:
 
     def text(self, rid: str) -> list[int]:
         asked = self.asked[rid]
-        key = str((asked["prompt"], asked["max_tokens"]))
+        key = str((asked["prompt"], asked["max_tokens"], self.branches[rid]))
         if key not in self.texts:
-            self.texts[key] = text_of(asked["prompt"], asked["max_tokens"], self.groups, self.size)
+            prompt, most = asked["prompt"], asked["max_tokens"]
+            self.texts[key] = text_of(prompt, most, self.groups, self.size, self.branches[rid])
         return self.texts[key]
 
     # ---- what must hold
