@@ -146,8 +146,8 @@ class RunningBatch:
     # ---- many rows at once
 
     def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> tuple[Int32, Int32]:
-        """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order. Returns the row of
-        each block and its place there."""
+        """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order. Returns each
+        block's row, and its place there."""
         owners = np.repeat(rows, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         index: Int32 = self.num_blocks[owners] + (np.arange(len(owners)) - first).astype(np.int32)
