@@ -133,3 +133,23 @@ def test_a_prefix_that_one_group_has_lost_is_no_prefix() -> None:
     again = h.add([*prompt, 7], max_tokens=1)
     h.schedule()
     assert h.request(again).num_cached_tokens == 28  # token 28 sees 25..28: block 6 of the window, which is there
+
+
+@pytest.mark.parametrize("groups", [("window:5",), ("full", "window:3")])
+def test_what_rejected_drafts_have_to_read_is_not_given_back(groups: tuple[str, ...]) -> None:
+    """Two steps under way, four wrong drafts in the first: the second begins four tokens earlier than planned."""
+    prompt = own_tokens("p", 12)
+    texts = []
+    for drafts in ([], [1, 2, 3, 4]):
+        h = SchedulerHarness(
+            num_blocks=60, block_size=2, kv_groups=groups, async_scheduling=True, num_speculative_tokens=4
+        )
+        rid = h.add(prompt, max_tokens=20)
+        h.update(h.schedule(), drafts={rid: drafts})
+        while h.scheduler.has_work():
+            first, second = h.schedule(), h.schedule()
+            h.update(first)
+            h.update(second, drafts={rid: drafts})
+            h.check_invariants()
+        texts.append(h.request(rid).output_token_ids)
+    assert texts[0] == texts[1] and h.scheduler.stats.drafted_tokens >= 8
