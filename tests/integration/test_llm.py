@@ -146,6 +146,15 @@ def test_a_call_that_fails_takes_its_requests_with_it(llm: LLM, monkeypatch: pyt
         assert output.outputs[0].token_ids == reference_tokens(ids(f"fails {i}"), 30)
 
 
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """As it does unless the process was started in the background, where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_ctrl_c_ends_the_call_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a step it would leave blocks that are hittable and were never computed."""
     executor = llm._client.core.executor
