@@ -43,6 +43,8 @@ def test_without_options_everything_is_default() -> None:
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
 def test_every_option_has_its_flag(config: type[Any]) -> None:
     samples: dict[type, Any] = {int: 7, float: 0.5, str: "64MiB", dict: {"weights": {"a": 2.0}}}
+    special = {"kv_connector": "file:folder"}
+    beside = {"kv_events_replay": ["--kv-events", "tcp://127.0.0.1:5557"]}
     for option in options(config):
         flag = "--" + option.name.replace("_", "-")
         if option.type is bool:
@@ -50,10 +52,11 @@ def test_every_option_has_its_flag(config: type[Any]) -> None:
                 found = read(text)[config is EngineConfig]
                 assert getattr(found, option.name) is value
             continue
-        value = option.choices[-1] if option.choices else samples[option.type]
+        value = option.choices[-1] if option.choices else special.get(option.name, samples[option.type])
         text = json.dumps(value) if option.type is dict else str(value)
         for arguments in ([flag, text], [f"{flag}={text}"], ["--" + option.name, text]):
-            assert getattr(read(*arguments)[config is EngineConfig], option.name) == value
+            found = read(*arguments, *beside.get(option.name, []))[config is EngineConfig]
+            assert getattr(found, option.name) == value
 
 
 def test_the_model_may_be_positional() -> None:
@@ -213,7 +216,7 @@ ON_AND_ON = ["generate", "on and on", *TOY, "--max-model-len", "8000", "--max-to
 
 
 def test_ctrl_c_ends_quietly() -> None:
-    with kvern(*ON_AND_ON) as process:
+    with kvern(*ON_AND_ON, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(20)
         process.send_signal(signal.SIGINT)
