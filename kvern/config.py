@@ -140,8 +140,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         parse_bytes(self.kv_disk_size, "kv_disk_size")
         if self.kv_connector is not None and not self.kv_connector.startswith("file:"):
             raise InvalidConfig(f"kv_connector must be file:FOLDER, got {self.kv_connector!r}")
-        if self.kv_events_replay is not None and self.kv_events is None:
-            raise InvalidConfig("kv_events_replay needs kv_events, the address to publish at")
 
 
 class ServerConfig(msgspec.Struct, kw_only=True, frozen=True):

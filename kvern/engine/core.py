@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvern.clock import Clock, MonotonicClock
-from kvern.config import EngineConfig, ModelConfig
+from kvern.config import EngineConfig, InvalidConfig, ModelConfig
 from kvern.engine.admin import Admin
 from kvern.engine.beam_search import BeamSearches
 from kvern.engine.messages import AddRequest, EngineDeadError, EngineStats, RequestUpdate, StepReport, WireLogprobs
@@ -321,6 +321,8 @@ def load_core(config: EngineConfig) -> tuple[EngineCore, ModelConfig]:
 
 def _event_publisher(config: EngineConfig) -> KVEventPublisher | None:
     if config.kv_events is None:
+        if config.kv_events_replay is not None:
+            raise InvalidConfig("kv_events_replay needs kv_events, the address to publish at")
         return None
     from kvern.engine.kv_events import KVEventPublisher
 

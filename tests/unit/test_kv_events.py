@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvern.config import InvalidConfig, SchedulerConfig
+from kvern.config import EngineConfig, InvalidConfig, SchedulerConfig
+from kvern.engine.core import load_core
 from kvern.engine.kv_events import END_OF_REPLAY, EventBatch, KVEventPublisher
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
@@ -113,3 +114,9 @@ def test_an_address_that_cannot_be_is_said(tmp_path: Path) -> None:
             KVEventPublisher("nonsense")
     finally:
         publisher.close()
+
+
+def test_replay_without_events_is_refused() -> None:
+    config = EngineConfig(model="toy:history-hash", num_blocks=10, max_model_len=100, kv_events_replay="ipc:///nowhere")
+    with pytest.raises(InvalidConfig, match="kv_events_replay needs kv_events"):
+        load_core(config)
