@@ -17,7 +17,7 @@ test: $(VENV)/.developer  ## every test
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: $(VENV)/.developer  ## what takes less than a minute and a half
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .

@@ -389,6 +389,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error(run: Run) -> None:
     with_client(run, test)
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_unhealthy_and_recovers(run: Run) -> None:
     """B116: streams end with an error, and when the engine goes on, so does the service, without zombies."""
 

@@ -9,6 +9,7 @@ import pytest
 from kvern.cli.main import main
 
 
+@pytest.mark.slow
 def test_json_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "scheduler", "--json", "--n", "1,8", "--steps", "20", "--async", "off"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
