@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvern.engine.messages import AddRequest
 from kvern.request import Request, RequestStatus
 from kvern.sampling_params import InvalidRequest, SamplingParams
 from kvern.scheduler.scheduler import Scheduler
@@ -144,28 +143,17 @@ class BeamSearches:
 
     # ---- owners come and go
 
-    def add(self, add: AddRequest) -> None:
+    def add(self, owner: Request) -> None:
         """An owner. With the last of its sampling.n owners a search begins. Raises InvalidRequest."""
-        if add.request_id in self:
-            raise InvalidRequest(f"request id {add.request_id!r} is in use", "request_id")
-        if not add.prompt_token_ids:
+        if owner.id in self:
+            raise InvalidRequest(f"request id {owner.id!r} is in use", "request_id")
+        if not owner.num_prompt_tokens:
             raise InvalidRequest("the prompt is empty, there is nothing to continue", "prompt")
-        owner = Request(
-            add.request_id,
-            add.prompt_token_ids,
-            add.sampling,
-            arrival_time=add.arrival_time,
-            priority=add.priority,
-            tenant=add.tenant,
-            cache_salt=add.cache_salt,
-            ttft_target=add.ttft_target,
-            tpot_target=add.tpot_target,
-        )
-        first = add.fork_of or add.request_id
-        search = self._incomplete.pop(first, None) or Search(add.sampling, self._ending_ids(add.sampling))
+        first = owner.fork_of or owner.id
+        search = self._incomplete.pop(first, None) or Search(owner.sampling, self._ending_ids(owner.sampling))
         search.owners.append(owner)
         self._searches[owner.id] = search
-        if len(search.owners) < add.sampling.n:
+        if len(search.owners) < owner.sampling.n:
             self._incomplete[first] = search
         else:
             self._waiting.append(search)

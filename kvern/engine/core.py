@@ -123,9 +123,6 @@ class EngineCore:
     def add(self, add: AddRequest) -> None:
         """Queue a request. Raises InvalidRequest, for this one alone, if its id is live or its prompt is empty."""
         self._require_alive()
-        if add.sampling.use_beam_search:
-            self.beams.add(add)
-            return
         request = Request(
             add.request_id,
             add.prompt_token_ids,
@@ -138,6 +135,9 @@ class EngineCore:
             ttft_target=add.ttft_target,
             tpot_target=add.tpot_target,
         )
+        if request.sampling.use_beam_search:
+            self.beams.add(request)
+            return
         self.scheduler.add_request(request)
         self._without_token[request.id] = request
 

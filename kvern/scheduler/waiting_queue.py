@@ -52,9 +52,6 @@ class WaitingQueue:
         key = self._keys.get(request.id)
         return None if key is None else bisect_left(self._entries, key, key=_key)
 
-    def is_parked(self, request: Request) -> bool:
-        return request.id in self._parked
-
     def parked_by_status(self) -> dict[RequestStatus, int]:
         counts: dict[RequestStatus, int] = {}
         for request in self._parked.values():
