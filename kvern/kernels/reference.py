@@ -25,10 +25,13 @@ from numpy.typing import NDArray
 # OpenMP's threads spin at every barrier unless told to sleep. With anybody else on the same cores (a server, a client)
 # the one that is waited for does not get to run: seen to make a step ten times slower. Read once, when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# With tile registers (AMX) oneDNN splits bf16 products differently for different numbers of rows, and so rounds them
+# differently. What came before does not.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 
-from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64
+from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
 
 ROW_MULTIPLE = 8
 KEY_TILE = 128
@@ -137,14 +140,18 @@ class ReferenceOps:
 
     # Memory
 
-    def weight(self, parts: Sequence[Float32]) -> torch.Tensor:
-        rows = sum(len(p) for p in parts)
+    def reserve(self, num_tokens: int, num_rows: int) -> None:
+        pass  # torch allocates as it goes
+
+    def weight(self, parts: Sequence[StoredTensor | Float32]) -> torch.Tensor:
+        rows = sum(p.shape[0] for p in parts)
         # Torch's own memory: aligned, which NumPy's need not be and the matrix library's speed depends on.
         out = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype)
         start = 0
         for part in parts:
-            out[start : start + len(part)].copy_(torch.from_numpy(part))
-            start += len(part)
+            values = part.decode() if isinstance(part, StoredTensor) else part
+            out[start : start + len(values)].copy_(torch.from_numpy(values))
+            start += len(values)
         return out
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -216,6 +223,11 @@ class ReferenceOps:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
+    def argmax(self, x: torch.Tensor) -> tuple[Int32, Float32]:
+        index = x.argmax(dim=1)
+        values: Float32 = x.gather(1, index[:, None])[:, 0].float().numpy()
+        return index.numpy().astype(np.int32), values
+
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x * torch.tensor(factor, dtype=self._dtype)
 
@@ -242,7 +254,7 @@ class ReferenceOps:
 
     # Attention
 
-    def plan(self, metadata: AttentionMetadata) -> StepPlan:
+    def plan(self, metadata: AttentionMetadata, group: int = 0) -> StepPlan:
         return StepPlan(metadata)
 
     def rotary_table(self, angles: NDArray[np.float64]) -> torch.Tensor:
