@@ -11,11 +11,18 @@ import sys
 from collections.abc import Sequence
 
 from kvern import __version__
-from kvern.cli import bench, chat, generate, models, serve
+from kvern.cli import bench, chat, doctor, generate, models, serve
 from kvern.cli.options import Parser, did_you_mean, fail, normalize
 from kvern.config import InvalidConfig
 
-_COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "models": models, "bench": bench}
+_COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "models": models,
+    "bench": bench,
+    "doctor": doctor,
+}
 
 
 def build_parser() -> Parser:
@@ -34,16 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(normalize(sys.argv[1:] if arguments is None else arguments))
     if unknown:
-        return fail(args.command, _unknown(unknown[0], args.command), 2)
+        return fail(args.command, _unknown(unknown[0], args), 2)
     if args.command == "version":
         return _print_versions()
     return _run(args)
 
 
-def _unknown(argument: str, command: str) -> str:
+def _unknown(argument: str, args: argparse.Namespace) -> str:
     known = Parser()
-    if command in _COMMANDS:
-        _COMMANDS[command].add_arguments(known)
+    if args.command in _COMMANDS:
+        _COMMANDS[args.command].add_arguments(known)
+    for action in known._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            known = action.choices[args.part]
     return f"unknown argument {argument!r}{did_you_mean(argument.partition('=')[0], known._option_string_actions)}"
 
 
@@ -67,16 +77,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_versions() -> int:
-    import platform
-    from importlib import metadata
-
-    print(f"kvern {__version__}")
-    print(f"python {platform.python_version()}")
-    for package in ("torch", "numpy"):
-        try:
-            print(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            print(f"{package} is not installed")
+    for name, version in doctor.versions().items():
+        print(f"{name} {version or 'is not installed'}")
     return 0
 
 

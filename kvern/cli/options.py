@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from kvern.config import InvalidConfig, Option, make_config, options
+from kvern.config import EngineConfig, InvalidConfig, Option, ServerConfig, make_config, options
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +78,17 @@ def read_configs(args: argparse.Namespace, *configs: type[Any], known: Sequence[
     return [
         make_config(config, {o.name: values[o.name] for o in options(config) if o.name in values}) for config in configs
     ]
+
+
+def read_engine_config(args: argparse.Namespace) -> EngineConfig:
+    """For commands whose terminal is for what they print: unless told otherwise only warnings are logged. Raises
+    InvalidConfig."""
+    from kvern.log import setup_logging
+
+    config: EngineConfig
+    (config,) = read_configs(args, EngineConfig, known=[ServerConfig])
+    setup_logging(config.log_level if hasattr(args, "log_level") else "warning")
+    return config
 
 
 def _read_file(path: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from kvern.cli.options import read_configs
-from kvern.config import EngineConfig, InvalidConfig, ServerConfig
+from kvern.cli.options import read_engine_config
+from kvern.config import InvalidConfig
 
 if TYPE_CHECKING:
     from kvern.llm import LLM
@@ -50,13 +50,10 @@ def read_sampling(args: argparse.Namespace) -> SamplingParams:
 
 
 def load_llm(args: argparse.Namespace) -> LLM:
-    """The model the options ask for. The terminal is for its text: unless told otherwise only warnings are logged."""
+    """The model the options ask for. Raises InvalidConfig."""
     import msgspec
 
-    from kvern.log import setup_logging
-
-    (config,) = read_configs(args, EngineConfig, known=[ServerConfig])
-    setup_logging(config.log_level if hasattr(args, "log_level") else "warning")
+    config = read_engine_config(args)
     from kvern.llm import LLM
 
     return LLM(**msgspec.structs.asdict(config))

@@ -138,7 +138,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
-    client = await AsyncClient.start(engine_config, lambda phase, seconds: logger.info("%s: %.1f s", phase, seconds))
+    client = await AsyncClient.start(engine_config, lambda phase, seconds: logger.info("%s: %.2f s", phase, seconds))
     try:
         app = build_app(client, config)
         server = _Server(app, app.state.server)

@@ -109,9 +109,17 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (["serve", "--max-num-seqs", "0"], "kvern serve: error: max_num_seqs: Expected `int` >= 1, got 0"),
         (["serve", "--max-num-seqs", "x"], "kvern serve: error: max_num_seqs must be an integer, got 'x'"),
         (["serve", "--watermark", "1.5"], "kvern serve: error: watermark: Expected `float` < 1.0, got 1.5"),
-        (["serve", "--kernels", "fast"], "kvern serve: error: kernels must be one of auto, reference, got 'fast'"),
+        (
+            ["serve", "--kernels", "fast"],
+            "kvern serve: error: kernels must be one of auto, native, reference, got 'fast'",
+        ),
         (["serve", "--max-num-seq", "1"], "unknown argument '--max-num-seq', did you mean '--max-num-seqs'?"),
         (["serve", "--kv-cache-memory", "lots"], "kv_cache_memory"),
+        (
+            ["bench", "latency", "--max-num-seq", "1"],
+            "unknown argument '--max-num-seq', did you mean '--max-num-seqs'?",
+        ),
+        (["bench", "throughput", "--max-num-seqs", "0"], "kvern bench: error: max_num_seqs: Expected `int` >= 1"),
         (["serve", "one", "two"], "unknown argument 'two'"),
         (["generate", "x", *TOY, "--max-model-len", "99999"], "max_model_len 99999"),
         (["generate", "x", *TOY, "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
@@ -128,7 +136,17 @@ def test_what_cannot_be_is_said_on_one_line(
     assert out == "" and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["serve", "--port"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["serve", "--port"],
+        ["bench"],
+        ["bench", "throughput", "--input-len", "9:8"],
+        ["bench", "latency", "--output-len", "1"],
+    ],
+)
 def test_what_cannot_be_parsed_is_said_on_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -179,6 +197,45 @@ def test_models_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("kvern ")
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_doctor(
+    built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvern.kernels.cpu import library
+
+    class Engine:
+        def __init__(self, threads: int, isa: str = "") -> None:
+            if isa == "amx":
+                raise library.KernelsMissing("no amx")
+            self.isa = isa or "avx512"
+
+    def load() -> None:
+        if not built:
+            raise library.KernelsMissing("no C++ compiler was found")
+
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(library, "NativeEngine", Engine)
+    monkeypatch.setattr("kvern.cli.doctor._cpuinfo", lambda field: "avx2 fma" if field == "flags" else "A Processor")
+    monkeypatch.setattr("kvern.cli.doctor._huge_pages", lambda: "madvise")
+    monkeypatch.setenv("KVERN_CACHE", str(tmp_path))
+    assert main(["doctor", "--json"]) == (0 if built else 1)
+    found = json.loads(capsys.readouterr().out)
+    assert {"kvern", "python", "torch", "numpy"} == found["versions"].keys()
+    assert found["auto"] == {
+        "model": "smollm2-135m-instruct", "kernels": None, "reason": "it has not been fetched yet"
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+    assert main(["doctor"]) == (0 if built else 1)
+    lines = capsys.readouterr().out.splitlines()
+    if built:
+        assert found["problems"] == [] and found["native"]["isa"] == "avx512"
+        assert found["native"]["isas"]["avx2"] is None and "no avx512f" in found["native"]["isas"]["amx"]
+        assert any(line.split() == ["kernels", "native,", "avx512"] for line in lines)
+    else:
+        assert not found["native"]["built"] and "install" in found["problems"][0]
+        assert lines[-1].startswith("problem") and "no C++ compiler was found" in lines[-1]
+
+
 def test_settings_are_described_without_secrets() -> None:
     text = describe(EngineConfig(), ServerConfig(api_key="s3cret"))
     assert "max_num_seqs=64" in text and "api_key=***" in text and "s3cret" not in text
@@ -193,7 +250,17 @@ def kvern(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["version"], ["serve", "--max-num-seqs", "0"]])
+LIGHT = [
+    ["--help"],
+    ["serve", "--help"],
+    ["bench", "latency", "--help"],
+    ["doctor", "--help"],
+    ["version"],
+    ["serve", "--max-num-seqs", "0"],
+]
+
+
+@pytest.mark.parametrize("arguments", LIGHT)
 def test_a_light_command_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys
