@@ -1,5 +1,6 @@
 # `make serve` and `make test` are all the set-up there is.
 PYTHON ?= python3
+NATIVE  = CMakeLists.txt $(wildcard kvern/kernels/cpu/*.cpp kvern/kernels/cpu/*.h)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -37,10 +38,10 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.developer: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.developer: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.installed

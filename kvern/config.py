@@ -37,9 +37,22 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="of weights, activations and KV cache")
     ] = "auto"
-    kernels: Annotated[Literal["auto", "reference"], Meta(description="which implementation computes the model")] = (
-        "auto"
-    )
+    kernels: Annotated[
+        Literal["auto", "native", "reference"],
+        Meta(description="which implementation computes the model; auto: native where it is built and can"),
+    ] = "auto"
+    activations: Annotated[
+        Literal["int8", "bf16"],
+        Meta(description="what is multiplied with quantised weights: int8 is faster, bf16 more exact"),
+    ] = "int8"
+    quantize: Annotated[
+        Literal["none", "int8", "int4"],
+        Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_0 blocks"),
+    ] = "none"
+    graph: Annotated[
+        Literal["full", "piecewise", "none"],
+        Meta(description="record the model's operations once and replay them: all, all but attention, or never"),
+    ] = "full"
     threads: Annotated[int, Meta(ge=0, description="threads that compute; 0: one per core this process may use")] = 0
     seed: Annotated[int, Meta(description="seed of requests that name none")] = 0
 
@@ -110,6 +123,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     kv_events_replay: Annotated[
         str | None, Meta(description="ZeroMQ address that answers who has missed cache events")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8"],
+        Meta(description="of keys and values; int8: half the memory of bfloat16, with a scale per token and head"),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="share blocks of equal prefixes")] = True
 
     speculative: Annotated[
@@ -189,10 +206,10 @@ class ModelConfig(msgspec.Struct, kw_only=True, frozen=True):
         """The window of each layer."""
         return self.layer_windows or (self.sliding_window,) * self.num_layers
 
-    def kv_bytes_per_token(self, bytes_per_element: int, num_layers: int | None = None) -> int:
+    def kv_bytes_per_token(self, bytes_per_element: float, num_layers: int | None = None) -> int:
         """Keys and values of one token in `num_layers` layers; default: in all of them."""
         layers = self.num_layers if num_layers is None else num_layers
-        return 2 * layers * self.num_kv_heads * self.head_dim * bytes_per_element
+        return round(2 * layers * self.num_kv_heads * self.head_dim * bytes_per_element)
 
 
 class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):

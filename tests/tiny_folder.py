@@ -21,10 +21,15 @@ _KINDS = {
 }
 
 
-def write_model(folder, kind):
+# What the native kernels can compute, also with weights in blocks of 32.
+NATIVE_SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def write_model(folder, kind, **shape):
     """A model of kind llama, mistral or gemma3 in `folder`; returns its path as a string."""
     name, changes, config_changes = _KINDS[kind]
-    config = tiny_config(architecture=kind, vocab_size=VOCAB, tie_word_embeddings=kind == "gemma3", **config_changes)
+    tied = kind == "gemma3"
+    config = tiny_config(architecture=kind, vocab_size=VOCAB, tie_word_embeddings=tied, **config_changes, **shape)
     written = {
         "architectures": [name],
         "vocab_size": VOCAB,

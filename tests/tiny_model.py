@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvern.config import ModelConfig, SchedulerConfig
-from kvern.kernels.ops import AttentionMetadata, load_ops
+from kvern.kernels.ops import AttentionMetadata, StoredTensor, load_ops
 from kvern.models.registry import load_model
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.model_runner import ModelRunner
@@ -68,8 +68,8 @@ class RandomCheckpoint:
     def shape(self, name):
         return self.tensors[name].shape
 
-    def load(self, name):
-        return self.tensors[name].copy()
+    def stored(self, name):
+        return StoredTensor.of(self.tensors[name])
 
 
 def tiny_model(dtype="float32", threads=2, **changes):
@@ -84,10 +84,10 @@ class Recorder:
         self._sampler = sampler
         self.logits = {}
 
-    def sample(self, logits, rows, positions):
-        for line, row, position in zip(logits, rows.tolist(), positions.tolist(), strict=True):
-            self.logits[row, position] = line.copy()
-        return self._sampler.sample(logits, rows, positions)
+    def sample(self, logits, rows, positions, *, places, best=None):
+        for place, row, position in zip(places.tolist(), rows.tolist(), positions.tolist(), strict=True):
+            self.logits[row, position] = logits[place].copy()
+        return self._sampler.sample(logits, rows, positions, places=places, best=best)
 
     def __getattr__(self, name):
         return getattr(self._sampler, name)

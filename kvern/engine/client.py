@@ -265,7 +265,8 @@ class AsyncClient:
         from kvern.weights.hub import resolve_model
 
         # The process starts before the model is found: it has libraries to import, which takes as long.
-        flags = () if engine_config.model.startswith("toy:") else ("--import-torch",)
+        uses_torch = engine_config.kernels == "reference" or engine_config.dtype == "float32"
+        flags = ("--import-torch",) if uses_torch and not engine_config.model.startswith("toy:") else ()
         client = cls(engine_config, await EngineTransport.launch(*flags), stall_timeout)
         client._on_progress = on_progress
         client._tasks = [asyncio.create_task(client._receive()), asyncio.create_task(client._watch_exit())]

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from kvern.cache.connectors import SchedulerConnector
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig
+from kvern.executor.backend import Backend, choose_backend, make_ops
 from kvern.executor.base import Executor
 from kvern.executor.file_connector import FileConnector, FileWorker
 from kvern.executor.limits import size_cache, size_text
-from kvern.executor.machine import available_memory, usable_cores
+from kvern.executor.machine import available_memory
 from kvern.layers.weights import Progress
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.costs import measure_costs
 from kvern.runner.disk_store import DiskStore
+from kvern.runner.graphs import GraphMode
 from kvern.runner.model_runner import ModelRunner
 from kvern.speculative.ngram import NgramProposer, Proposer
 from kvern.step import ModelRunnerOutput, SchedulerOutput
@@ -29,8 +31,7 @@ from kvern.weights.identity import fingerprint
 if TYPE_CHECKING:
     from kvern.models.registry import Model
 
-_BYTES = {"float32": 4, "bfloat16": 2}
-_BLOCK_FORM = "reference 1"  # how a block's bytes are laid out: files of another form are not read
+_BLOCK_FORMS = {"reference": "reference 1", "native": "native 1"}  # how a block's bytes are laid out
 
 
 class InlineExecutor:
@@ -72,25 +73,26 @@ def load_executor(
     if files.kind == "toy":
         return _load_toy(config, model_config)
     checkpoint = open_checkpoint(files)
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    free = _free_beside_weights(checkpoint, model_config, dtype)
-    limits = size_cache(config, model_config, bytes_per_element=_BYTES[dtype], free_memory=free)
+    backend = choose_backend(config, model_config)
+    free = _free_beside_weights(checkpoint, model_config, backend)
+    element = backend.kv_element_bytes(model_config.head_dim)
+    limits = size_cache(config, model_config, bytes_per_element=element, free_memory=free)
 
-    from kvern.kernels.ops import load_ops
     from kvern.models.registry import load_model
 
-    ops = load_ops(config.kernels, dtype=dtype, threads=config.threads or usable_cores())
+    ops = make_ops(backend, config)
     model = load_model(model_config, checkpoint, ops, max_model_len=limits.max_model_len, progress=progress)
     store = None
     if config.kv_disk is not None:
-        store = _open_store("kv_disk", config.kv_disk, files, model, limits)
-    runner = ModelRunner(model, limits, make_proposer(config, limits), store=store)
+        store = _open_store("kv_disk", config.kv_disk, files, model, limits, backend)
+    graph_mode = GraphMode(config.graph)
+    runner = ModelRunner(model, limits, make_proposer(config, limits), store=store, graph_mode=graph_mode)
     connector = None
     if config.kv_connector is not None:
         if len(limits.kv_groups) > 1:
             raise InvalidConfig(f"kv_connector: {model_config.architecture} has several cache groups, file needs one")
         folder = config.kv_connector.removeprefix("file:")
-        shared = _open_store("kv_connector", folder, files, model, limits)
+        shared = _open_store("kv_connector", folder, files, model, limits, backend)
         runner.connector = FileWorker(shared, ops, runner.mover.slots)
         connector = FileConnector(shared, limits.block_size)
     return InlineExecutor(runner, connector), limits, model_config
@@ -106,27 +108,33 @@ def _load_toy(config: EngineConfig, model_config: ModelConfig) -> tuple[Executor
     return HistoryHashExecutor(limits, proposer=make_proposer(config, limits)), limits, model_config
 
 
-def _free_beside_weights(checkpoint: Checkpoint, model: ModelConfig, dtype: str) -> int:
+def _free_beside_weights(checkpoint: Checkpoint, model: ModelConfig, backend: Backend) -> int:
     """Bytes that will be free once the weights are loaded. Raises InvalidConfig if they cannot be."""
-    elements = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    if model.tie_word_embeddings:
-        elements += model.vocab_size * model.hidden_size  # kept twice: to look up rows, and packed for the logits
-    need = elements * _BYTES[dtype]
     free = available_memory()
+    if backend.kernels == "native":
+        # Packed in about the bits they have; rows of the embedding are read from the mapped file.
+        need = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
+        form, hint = "", ""
+    else:
+        elements = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+        if model.tie_word_embeddings:
+            elements += model.vocab_size * model.hidden_size  # kept twice: to look up rows, and packed for the logits
+        need = elements * (4 if backend.dtype == "float32" else 2)
+        form = f" in {backend.dtype}"
+        hint = "; dtype bfloat16 needs half of that" if backend.dtype == "float32" else ""
     if need > free:
-        hint = "; dtype bfloat16 needs half of that" if dtype == "float32" else ""
-        raise InvalidConfig(
-            f"the weights need {size_text(need)} in {dtype}, {size_text(free)} of memory are free{hint}"
-        )
+        raise InvalidConfig(f"the weights need {size_text(need)}{form}, {size_text(free)} of memory are free{hint}")
     return free - need
 
 
-def _open_store(option: str, folder: str, files: ModelFiles, model: Model, limits: SchedulerConfig) -> DiskStore:
+def _open_store(
+    option: str, folder: str, files: ModelFiles, model: Model, limits: SchedulerConfig, backend: Backend
+) -> DiskStore:
     """Files of blocks of exactly these weights in exactly this form. Raises InvalidConfig naming `option`."""
-    form = repr((_BLOCK_FORM, model.ops.dtype, limits.block_size, limits.kv_groups, model.config))
+    form = repr((_BLOCK_FORMS[backend.kernels], backend, limits.block_size, limits.kv_groups, model.config))
     name = sha256((fingerprint(files) + form).encode()).hexdigest()[:32]
     layout = cache_layout(model.config)
-    per_token = model.config.kv_bytes_per_token(_BYTES[model.ops.dtype], layout.num_slots)
+    per_token = model.config.kv_bytes_per_token(backend.kv_element_bytes(model.config.head_dim), layout.num_slots)
     try:
         return DiskStore(Path(folder), name, limits.block_size * per_token)
     except OSError as exc:

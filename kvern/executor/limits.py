@@ -24,7 +24,7 @@ _LARGEST_DEFAULT_CACHE = 4 * 2**30
 
 
 def size_cache(
-    config: EngineConfig, model: ModelConfig, *, bytes_per_element: int, free_memory: int
+    config: EngineConfig, model: ModelConfig, *, bytes_per_element: float, free_memory: int
 ) -> SchedulerConfig:
     """The scheduler's limits, with a cache that fits into `free_memory` bytes.
 

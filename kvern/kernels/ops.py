@@ -14,7 +14,7 @@ everything the step knows of its rows; the ops of these layers share what it mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -54,6 +54,26 @@ class AttentionMetadata:
         return len(self.positions)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in a file, for backends that compute with weights in the bits they came in.
+
+    type: ggml's number of the type (0 float32, 1 float16, 30 bfloat16, others in blocks). rows: uint8 [product of all
+    dimensions but the last, bytes of a row], maybe a view of the mapped file. decode: the same as float32 of `shape`.
+    """
+
+    shape: tuple[int, ...]
+    type: int
+    rows: NDArray[np.uint8]
+    decode: Callable[[], Float32]
+
+    @classmethod
+    def of(cls, array: Float32) -> StoredTensor:
+        array = np.asarray(array, dtype=np.float32, order="C")
+        rows = array.reshape(-1, array.shape[-1] if array.ndim else 1).view(np.uint8)
+        return cls(array.shape, 0, rows, lambda: array)
+
+
 class Ops(Protocol):
     """A backend. `T` below is the number of rows of a step, `dtype` that of weights, activations and cache."""
 
@@ -61,13 +81,18 @@ class Ops(Protocol):
 
     # Memory
 
-    def weight(self, parts: Sequence[Float32]) -> Tensor:
-        """A weight of `dtype` from float32 parts [rows_i, ...], one below the other: several matrices that read the
-        same input become one (fused QKV). The parts are copied."""
+    def reserve(self, num_tokens: int, num_rows: int) -> None:
+        """No step will have more tokens, nor more rows of logits at a time. Before the first step."""
+        ...
+
+    def weight(self, parts: Sequence[StoredTensor | Float32]) -> Tensor:
+        """A weight from parts [rows_i, ...], one below the other: several matrices that read the same input become one
+        (fused QKV)."""
         ...
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The matrix `weight` in the form that `linear` reads fastest. `weight` itself stays as it is."""
+        """The matrix `weight` in the form that `linear` reads fastest. `weight` itself stays as it is. Safe to call
+        from several threads at once."""
         ...
 
     def allocate_kv_cache(
@@ -115,6 +140,10 @@ class Ops(Protocol):
 
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...
 
+    def argmax(self, x: Tensor) -> tuple[Int32, Float32]:
+        """Of each row: the index of the largest, the first of equals, and its value. NaN counts as largest."""
+        ...
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x times a number, which is rounded to `dtype` first."""
         ...
@@ -135,8 +164,9 @@ class Ops(Protocol):
 
     # Attention
 
-    def plan(self, metadata: AttentionMetadata) -> Plan:
-        """Prepare a step, for the layers that share these block tables. The result is valid within the step."""
+    def plan(self, metadata: AttentionMetadata, group: int = 0) -> Plan:
+        """Prepare a step, for the layers that share these block tables; `group` numbers the plans of one step. The
+        result is valid within the step."""
         ...
 
     def rotary_table(self, angles: NDArray[np.float64]) -> Tensor:
@@ -166,10 +196,17 @@ class Ops(Protocol):
         ...
 
 
-def load_ops(kernels: str = "auto", *, dtype: DType = "float32", threads: int = 1) -> Ops:
-    """The backend `kernels` ("auto", "reference") computing in `dtype` on `threads` threads."""
-    if kernels not in ("auto", "reference"):
-        raise ValueError(f"kernels must be auto or reference, got {kernels!r}")
+def load_ops(kernels: str = "reference", *, dtype: DType = "float32", threads: int = 1, **options: Any) -> Ops:
+    """The backend `kernels` ("reference", "native") computing in `dtype` on `threads` threads. options: of NativeOps,
+    which computes in bfloat16 only."""
+    if kernels == "native":
+        from kvern.kernels.cpu.ops import NativeOps
+
+        if dtype != NativeOps.dtype:
+            raise ValueError(f"native kernels compute in {NativeOps.dtype}, not {dtype}")
+        return NativeOps(threads, **options)
+    if kernels != "reference":
+        raise ValueError(f"kernels must be reference or native, got {kernels!r}")
     from kvern.kernels.reference import ReferenceOps
 
-    return ReferenceOps(dtype, threads)
+    return ReferenceOps(dtype, threads, **options)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvern.kernels.ops import Float32, Ops, Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from kvern.kernels.ops import Ops, StoredTensor, Tensor
 from kvern.weights.checkpoint import Checkpoint
 from kvern.weights.files import ModelError
 
@@ -31,7 +34,7 @@ class Weights:
 
     def load(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
         """The named tensors, one below the other. Raises ModelError if one is missing or of another shape."""
-        parts: list[Float32] = []
+        parts: list[StoredTensor | NDArray[np.float32]] = []
         for name, shape in shapes.items():
             name = self._prefix + name
             if name not in self._names:
@@ -39,7 +42,7 @@ class Weights:
             found = tuple(self._checkpoint.shape(name))
             if found != shape:
                 raise ModelError(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
-            parts.append(self._checkpoint.load(name))
+            parts.append(self._checkpoint.stored(name))
             self._loaded.count()
         return self.ops.weight(parts)
 

@@ -20,11 +20,12 @@ import numpy as np
 
 from kvern.cache.connectors import WorkerConnector
 from kvern.config import SchedulerConfig
-from kvern.kernels.ops import AttentionMetadata, Float32, Int32, Int64, KVCache, Tensor
+from kvern.kernels.ops import AttentionMetadata, Int32, Int64, KVCache, Tensor
 from kvern.models.registry import Model
 from kvern.runner.block_moves import BlockMover
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.disk_store import DiskStore
+from kvern.runner.graphs import BatchDescriptor, GraphMode, GraphRunner, graph_backend
 from kvern.runner.input_batch import InputBatch, StepInputs
 from kvern.sampling.sampler import Sampler
 from kvern.speculative.ngram import Proposer
@@ -50,6 +51,7 @@ class ModelRunner:
         config: SchedulerConfig,
         proposer: Proposer | None = None,
         store: DiskStore | None = None,
+        graph_mode: GraphMode = GraphMode.FULL,
     ) -> None:
         self.model = model
         self.proposer = proposer
@@ -60,6 +62,9 @@ class ModelRunner:
         self.layout = cache_layout(shape)
         if config.kv_groups != self.layout.groups:
             raise ValueError(f"the model's cache groups are {self.layout.groups}, not {config.kv_groups}")
+        self.ops.reserve(config.max_num_batched_tokens, _LOGITS_ROWS)
+        self._hidden_graphs = GraphRunner(graph_backend(self.ops, "token_ids"), graph_mode)
+        self._logits_graphs = GraphRunner(graph_backend(self.ops, "rows"), graph_mode)
         slots = self._allocate(config.num_blocks)
         host_slots = self._allocate(config.host_blocks + 1) if config.host_blocks else []
         self.mover = BlockMover(self.ops, slots, host_slots, store)
@@ -94,8 +99,13 @@ class ModelRunner:
 
     def compute(self, token_ids: Int32, metadata: Sequence[AttentionMetadata]) -> Tensor:
         """Hidden states [T, hidden] of these tokens; writes their keys and values. metadata: one per cache group."""
-        plans = [self.ops.plan(m) for m in metadata]
-        return self.model(token_ids, [plans[group] for group in self.layout.group_of], self.caches)
+        plans = [self.ops.plan(m, group) for group, m in enumerate(metadata)]
+        of_layer = [plans[group] for group in self.layout.group_of]
+        return self._hidden_graphs(
+            BatchDescriptor(len(token_ids), len(metadata[0].q_len)),
+            lambda tokens: self.model(tokens, of_layer, self.caches),
+            token_ids,
+        )
 
     def _allocate(self, num_blocks: int) -> list[KVCache]:
         """One cache per slot of the layout."""
@@ -121,8 +131,13 @@ class ModelRunner:
         if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.num_prompt_tokens, new.sampling.prompt_logprobs)
 
-    def _logits(self, hidden: Tensor, tokens: Int64) -> Float32:
-        return self.ops.to_numpy(self.model.logits(self.ops.take_rows(hidden, tokens)))
+    def _logits(self, hidden: Tensor, tokens: Int64) -> Tensor:
+        """[n, vocab] for so many of the step's tokens."""
+        return self._logits_graphs(
+            BatchDescriptor(len(tokens), len(tokens)),
+            lambda rows: self.model.logits(self.ops.take_rows(hidden, rows)),
+            tokens,
+        )
 
     def _sample(self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput) -> None:
         """Sample where `output.samples` says so, against the drafts if there are any; append to the rows, and put into
@@ -142,7 +157,8 @@ class ModelRunner:
             ends = np.cumsum(num_drafts + 1)  # of each row among the logits
             places = np.arange(ends[-1]) + np.repeat(inputs.last[index] + 1 - ends, num_drafts + 1)
             logits = self._logits(hidden, places)
-            verified = sample_and_verify(self.sampler, logits, rows, positions, drafts)
+            best = self.ops.argmax(logits)
+            verified = sample_and_verify(self.sampler, self.ops.to_numpy(logits), rows, positions, drafts, best)
             result.errors.update(verified.errors)
             result.logprobs.update(verified.logprobs)
             result.token_ids[index, : verified.token_ids.shape[1]] = verified.token_ids
@@ -178,7 +194,8 @@ class ModelRunner:
             entries: list[TokenLogprobs] = []
             for start in range(first, end, _LOGITS_ROWS):
                 positions = np.arange(start, min(start + _LOGITS_ROWS, end))
-                logits = self._logits(hidden, inputs.metadata[0].q_start[i] + positions - first)
+                places = inputs.metadata[0].q_start[i] + positions - first
+                logits = self.ops.to_numpy(self._logits(hidden, places))
                 if not np.isfinite(logits.max(axis=1)).all():
                     result.errors[row] = "the model's logits over the prompt are not finite"
                     break

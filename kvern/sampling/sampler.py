@@ -98,16 +98,28 @@ class Sampler:
             if state is not None and state.history is not None:
                 state.history.extend((token,))
 
-    def sample(self, logits: Float32, rows: Int32, positions: Int32) -> SampledTokens:
-        """One token for each of logits [n, vocab], for the occupants of rows [n].
+    def sample(
+        self,
+        logits: Float32,
+        rows: Int32,
+        positions: Int32,
+        *,
+        places: NDArray[np.intp] | None = None,
+        best: tuple[Int32, Float32] | None = None,
+    ) -> SampledTokens:
+        """One token for the occupants of rows [n], from logits[places] (default: logits [n, vocab]).
 
-        positions [n]: index in the sequence of the token that is sampled. Greedy is the exact argmax, the lowest
-        id on a tie. A row without a finite largest logit fails alone, in `errors`.
+        positions [n]: index in the sequence of the token that is sampled. best: index and value of each logits row's
+        largest, if they are known; NaN counts as largest. Greedy is the exact argmax, the lowest id on a tie. A row
+        without a finite largest logit fails alone, in `errors`.
         """
+        if places is None:
+            places = np.arange(len(rows))
+        if best is None:
+            index = logits.argmax(axis=1).astype(np.int32)
+            best = index, np.take_along_axis(logits, index[:, None], axis=1)[:, 0]
         errors: dict[int, str] = {}
-        # argmax takes NaN for the largest, so the maximum alone tells whether the row holds one.
-        tokens = logits.argmax(axis=1).astype(np.int32)
-        peaks = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        tokens, peaks = best[0][places], best[1][places]
         for i in np.flatnonzero(~np.isfinite(peaks)).tolist():
             errors[int(rows[i])] = f"the model's largest logit is {peaks[i]}"
             tokens[i] = 0
@@ -116,7 +128,7 @@ class Sampler:
                 state = self._rows.get(row)
                 if state is None or row in errors:
                     continue
-                token = self._sample_row(logits[i], state, int(positions[i]))
+                token = self._sample_row(logits[places[i]], state, int(positions[i]))
                 if token < 0:
                     errors[row] = "no token is left to sample: all are masked"
                 tokens[i] = max(token, 0)
@@ -124,7 +136,7 @@ class Sampler:
         if self._logprobs:
             for i, row in enumerate(rows.tolist()):
                 if row in self._logprobs and row not in errors:
-                    logprobs[row] = token_logprobs(logits[i], int(tokens[i]), self._logprobs[row])
+                    logprobs[row] = token_logprobs(logits[places[i]], int(tokens[i]), self._logprobs[row])
         return SampledTokens(tokens, logprobs, errors)
 
     def token_logprobs(self, logits_row: Float32, token: int, k: int) -> TokenLogprobs:

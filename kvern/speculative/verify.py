@@ -45,12 +45,17 @@ def count_drafts(drafts: dict[int, list[int]], rows: Int32) -> Int32:
 
 
 def sample_and_verify(
-    sampler: Sampler, logits: Float32, rows: Int32, positions: Int32, drafts: dict[int, list[int]]
+    sampler: Sampler,
+    logits: Float32,
+    rows: Int32,
+    positions: Int32,
+    drafts: dict[int, list[int]],
+    best: tuple[Int32, Float32] | None = None,
 ) -> Verified:
     """Sample the occupants of rows [n], whose next token is the one at positions [n], against drafts (row -> tokens).
 
     logits: [sum of 1 + number of drafts, vocab], row after row: of the token at positions[i], then of the one after
-    each of its drafts. The sampler learns of every valid token.
+    each of its drafts. best: index and value of the largest of each, if known. The sampler learns of every valid token.
 
     A failure at the first position is the row's. One further on only ends the run before it: without drafts, the tokens
     up to there would have been delivered.
@@ -63,7 +68,8 @@ def sample_and_verify(
     result = Verified(np.zeros_like(proposed), np.zeros(len(rows), dtype=np.int32), {}, {})
     going: NDArray[np.intp] = np.arange(len(rows))
     for column in range(proposed.shape[1]):
-        sampled = sampler.sample(logits[first[going] + column], rows[going], positions[going] + column)
+        places = first[going] + column
+        sampled = sampler.sample(logits, rows[going], positions[going] + column, places=places, best=best)
         tokens = sampled.token_ids
         if sampled.errors:
             if not column:

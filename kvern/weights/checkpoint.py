@@ -13,6 +13,7 @@ Gemma's norms multiply by 1 + weight. A GGUF stores the sum; the 1 is taken off 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvern.kernels.ops import StoredTensor
 from kvern.weights.dequantize import block_size, dequantize
 from kvern.weights.files import ModelError, ModelFiles
 from kvern.weights.gguf import GGUFFile, TensorEntry
@@ -35,8 +37,12 @@ class Checkpoint(Protocol):
         """KeyError if there is no such tensor."""
         ...
 
-    def load(self, name: str) -> NDArray[np.float32]:
-        """The tensor, decoded; a new array that the caller owns. Safe to call from several threads at once.
+    def num_bytes(self, name: str) -> int:
+        """Its size in the file. KeyError if there is no such tensor."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor:
+        """The tensor as it lies in the file. Safe to call, and to decode, from several threads at once.
         KeyError if there is no such tensor, ModelError if it cannot be read."""
         ...
 
@@ -66,8 +72,11 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].tensors[name][1]
 
-    def load(self, name: str) -> NDArray[np.float32]:
-        return self._files[name].load(name)
+    def num_bytes(self, name: str) -> int:
+        return self._files[name].num_bytes(name)
+
+    def stored(self, name: str) -> StoredTensor:
+        return self._files[name].stored(name)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -151,7 +160,12 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def load(self, name: str) -> NDArray[np.float32]:
+    def num_bytes(self, name: str) -> int:
+        entry = self._entries[name]
+        _, weights, size = block_size(entry.type)
+        return math.prod(entry.shape) // weights * size
+
+    def stored(self, name: str) -> StoredTensor:
         entry = self._entries[name]
         label, weights, size = block_size(entry.type)
         width = entry.shape[-1]
@@ -161,12 +175,14 @@ class GGUFCheckpoint:
         row_bytes = width // weights * size
         rows = self._file.raw(entry, num_rows * row_bytes).reshape(num_rows, row_bytes)
         heads = self._heads.get(name.split(".")[-2], 0)
-        if heads and len(entry.shape) == 2:
-            return dequantize(_unpermute(rows, heads), entry.type).reshape(entry.shape)
-        values = dequantize(rows, entry.type).reshape(entry.shape)
-        if name.endswith("norm.weight"):
-            values -= self._norm_offset
-        return _unpermute(values, heads) if heads else values
+        if len(entry.shape) == 1:
+            values = dequantize(rows, entry.type).reshape(entry.shape)
+            if name.endswith("norm.weight"):
+                values -= self._norm_offset
+            return StoredTensor.of(_unpermute(values, heads) if heads else values)
+        if heads:
+            rows = _unpermute(rows, heads)
+        return StoredTensor(entry.shape, entry.type, rows, lambda: dequantize(rows, entry.type).reshape(entry.shape))
 
 
 def _unpermute(rows: NDArray[Any], heads: int) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvern.kernels.ops import StoredTensor
 from kvern.weights.dequantize import bfloat16_to_float32
 from kvern.weights.files import ModelError
 
@@ -24,6 +25,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+_GGML_TYPES = {"F32": 0, "F16": 1, "BF16": 30}
+
+
+def _decode(values: NDArray[Any], kind: str) -> NDArray[np.float32]:
+    return bfloat16_to_float32(values) if kind == "BF16" else values.astype(np.float32)
 
 
 class SafetensorsFile:
@@ -46,14 +52,20 @@ class SafetensorsFile:
         if self._start + end > len(self._data):
             raise ModelError(f"{path} is cut off: {self._start + end} bytes expected, {len(self._data)} found")
 
-    def load(self, name: str) -> NDArray[np.float32]:
-        """The tensor as a float32 array of its own."""
+    def num_bytes(self, name: str) -> int:
+        begin, end = self._offsets[name]
+        return int(end - begin)
+
+    def stored(self, name: str) -> StoredTensor:
+        """The tensor, as a view of the map."""
         kind, shape = self.tensors[name]
         if kind not in _DTYPES:
             raise ModelError(f"{self.path}: {name} is stored as {kind}; supported are {', '.join(_DTYPES)}")
         begin, end = self._offsets[name]
         dtype = _DTYPES[kind]
-        flat = np.frombuffer(self._data, dtype, (end - begin) // dtype.itemsize, self._start + begin)
-        if kind == "BF16":
-            return bfloat16_to_float32(flat.reshape(shape))
-        return flat.reshape(shape).astype(np.float32)
+        values = np.frombuffer(self._data, dtype, (end - begin) // dtype.itemsize, self._start + begin).reshape(shape)
+        if kind == "F64":
+            return StoredTensor.of(values.astype(np.float32))
+        width = shape[-1] if shape else 1
+        rows = np.atleast_1d(values).view(np.uint8).reshape(-1, width * dtype.itemsize)
+        return StoredTensor(shape, _GGML_TYPES[kind], rows, lambda: _decode(values, kind))

@@ -10,11 +10,17 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from tests.models import fetch
-from tests.tiny_folder import write_model
+from tests.tiny_folder import NATIVE_SHAPE, write_model
 
 POLICIES = ("fcfs", "priority", "fair", "deadline", "shortest", "prefix")
 WHOLE = 512
-BLOCK = 8
+# How each kind of model is computed: by the reference kernels, whose blocks may be small, or by the native ones.
+KERNELS = {
+    "reference": {"kernels": "reference", "block_size": 8},
+    "native": {"kernels": "native"},
+    "int8": {"kernels": "native", "quantize": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"kernels": "native", "quantize": "int4", "activations": "bf16", "graph": "piecewise"},
+}
 _rng = random.Random(0)
 STEM = [_rng.randrange(200) for _ in range(64)]
 
@@ -61,22 +67,25 @@ def generate(llm, requests):
 
 
 def load(model, **options):
-    defaults = {"block_size": BLOCK, "num_blocks": 1000, "max_model_len": 96, "check_invariants": True}
+    defaults = {"num_blocks": 1000, "max_model_len": 96, "check_invariants": True}
     if model == "toy:history-hash":
-        defaults["max_num_batched_tokens"] = 512
+        defaults |= {"max_num_batched_tokens": 512, "block_size": 8}
     return LLM(model, **(defaults | options))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """kind -> (name to load, what every request gives alone); made when first asked for."""
+    """kind -> (name to load, its options, what every request gives alone); made when first asked for."""
     folder, made = tmp_path_factory.mktemp("models"), {}
 
     def model(kind):
         if kind not in made:
-            name = "toy:history-hash" if kind == "toy" else write_model(folder / kind, kind)
-            with load(name, enable_prefix_caching=False, max_num_seqs=1) as llm:
-                made[kind] = name, [results(generate(llm, [request]))[0] for request in REQUESTS]
+            architecture, _, kernels = kind.partition(" ")
+            options = KERNELS[kernels] if kernels else {}
+            shape = NATIVE_SHAPE if options.get("kernels") == "native" else {}
+            name = "toy:history-hash" if kind == "toy" else write_model(folder / kind, architecture, **shape)
+            with load(name, enable_prefix_caching=False, max_num_seqs=1, **options) as llm:
+                made[kind] = name, options, [results(generate(llm, [request]))[0] for request in REQUESTS]
         return made[kind]
 
     return model
@@ -90,21 +99,22 @@ AHEAD = {
 }
 
 # What a request that is as long as any here can hold at once in all groups of the model, and a little more.
-TIGHT = {"llama": 15, "mistral": 15, "gemma3": 40, "toy": 15}
+TIGHT = {"llama": 15, "mistral": 15, "gemma3": 40, "toy": 15}  # blocks of 8
+TIGHT_NATIVE = {"llama": 9, "mistral": 9, "gemma3": 26}  # blocks of 16
 SWAP = {"preemption": "swap", "kv_host_memory": "4MiB"}
 FORCED = {"preempt_probability": 0.3}
 
 
 def check(models, kind, batch=32, chunk=WHOLE, rounds=1, tight=False, ahead="nothing", **options):
     """Run `batch` requests at once, all of them `rounds` times, and compare. Returns the scheduler's totals."""
-    name, alone = models(kind)
+    name, kernels, alone = models(kind)
     count = max(batch, 8)
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": max(chunk, 4 * batch if ahead == "drafts" else batch)}
     if batch > 1 and chunk < WHOLE:
         sizes["long_prefill_token_threshold"] = chunk
     if tight:
-        sizes["num_blocks"] = TIGHT[kind]
-    with load(name, **sizes, **AHEAD[ahead], **options) as llm:
+        sizes["num_blocks"] = (TIGHT if kernels.get("kernels") != "native" else TIGHT_NATIVE)[kind.partition(" ")[0]]
+    with load(name, **sizes, **kernels, **AHEAD[ahead], **options) as llm:
         for _ in range(rounds):
             got = results(generate(llm, REQUESTS[:count]))
             for i, (mine, want) in enumerate(zip(got, alone, strict=False)):
@@ -126,7 +136,7 @@ FAST = {
 
 
 @pytest.mark.parametrize("how", FAST)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama reference", "llama int8", "llama int4", "gemma3 native"])
 def test_alone_as_in_company(models, kind, how):
     """CASES B028, B038."""
     stats = check(models, kind, **FAST[how])
@@ -134,7 +144,7 @@ def test_alone_as_in_company(models, kind, how):
 
 
 @pytest.mark.parametrize("way", ["recompute", "swap"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "toy"])
+@pytest.mark.parametrize("kind", ["llama native", "gemma3 int8", "toy"])
 def test_preemption_is_invisible(models, kind, way):
     """CASES B044, B119: memory for few, many want to run, and now and then somebody is preempted for no reason."""
     stats = check(models, kind, batch=8, chunk=64, tight=True, **FORCED, **(SWAP if way == "swap" else {}))
@@ -143,23 +153,23 @@ def test_preemption_is_invisible(models, kind, way):
 
 
 @pytest.mark.parametrize("ahead", ["drafts", "steps"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama int4", "gemma3 native"])
 def test_what_is_done_ahead_is_invisible(models, kind, ahead):
     check(models, kind, chunk=64, ahead=ahead, **FORCED)
 
 
 def test_auto_decides_by_measured_costs(models):
     options = {"preemption": "auto", "kv_host_memory": "1MiB"}
-    with load(models("llama")[0], **options) as llm:
+    with load(models("llama native")[0], **options) as llm:
         costs = llm._client.core.scheduler.state.costs
         assert 0 < costs.copy_block < 0.1 and 0 < costs.compute_token < 0.1
-    stats = check(models, "llama", batch=8, chunk=64, tight=True, **options)
+    stats = check(models, "llama native", batch=8, chunk=64, tight=True, **options)
     assert stats.preemptions > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_order_is_invisible(models, policy):
-    check(models, "llama", batch=8, chunk=64, tight=True, policy=policy)
+    check(models, "llama int8", batch=8, chunk=64, tight=True, policy=policy)
 
 
 def combinations(kind, count):
@@ -185,8 +195,21 @@ def combinations(kind, count):
     return [dict(zip(axes, way, strict=True)) for way in zip(*columns, strict=True)]
 
 
+KINDS = [
+    ("llama reference", 6),
+    ("llama native", 12),
+    ("llama int8", 8),
+    ("llama int4", 8),
+    ("mistral int8", 12),
+    ("gemma3 reference", 6),
+    ("gemma3 native", 12),
+    ("gemma3 int8", 6),
+    ("toy", 20),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("llama", 18), ("mistral", 12), ("gemma3", 18), ("toy", 20)])
+@pytest.mark.parametrize(("kind", "count"), KINDS)
 def test_every_way_to_run(models, kind, count):
     for way in combinations(kind, count):
         try:
@@ -197,17 +220,18 @@ def test_every_way_to_run(models, kind, count):
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_real_weights():
-    """SmolLM2: matrices large enough for every path of the matrix library."""
+@pytest.mark.parametrize("kernels", [{"dtype": "float32"}, {}, {"activations": "bf16", "kv_cache_dtype": "int8"}])
+def test_real_weights(kernels):
+    """SmolLM2: matrices large enough for every path of the kernels."""
     name = str(fetch("smollm2"))
     requests = [([t * 97 for t in prompt], sampling) for prompt, sampling in REQUESTS[:8]]
-    with load(name, enable_prefix_caching=False, max_num_seqs=1) as llm:
+    with load(name, enable_prefix_caching=False, max_num_seqs=1, **kernels) as llm:
         alone = [results(generate(llm, [request]))[0] for request in requests]
     for options in (
         {"max_num_seqs": 8},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 40, "num_blocks": 15, "preempt_probability": 0.2},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 40, "num_blocks": 15, **SWAP, "kv_host_memory": "64MiB"},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 40, "num_blocks": 9, "preempt_probability": 0.2},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 40, "num_blocks": 9, **SWAP, "kv_host_memory": "64MiB"},
     ):
-        with load(name, **options) as llm:
+        with load(name, **options, **kernels) as llm:
             for _ in range(2):
                 assert results(generate(llm, requests)) == alone, options

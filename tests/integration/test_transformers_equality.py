@@ -39,7 +39,7 @@ PROMPTS = {
 def continuations(path, prompts):
     """{name: prompt + NUM_TOKENS greedy tokens, logits [NUM_TOKENS, vocab] they were chosen from}."""
     executor, limits, _ = load_executor(
-        EngineConfig(model=str(path), max_model_len=2048, num_blocks=800, max_num_seqs=len(prompts))
+        EngineConfig(model=str(path), dtype="float32", max_model_len=2048, num_blocks=800, max_num_seqs=len(prompts))
     )
     tokenizer = load_tokenizer(resolve_model(str(path)))
     driver = Driver(executor._runner.model, **{name: getattr(limits, name) for name in ("num_blocks", "max_model_len")})

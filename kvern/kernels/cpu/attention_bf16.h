@@ -1,0 +1,151 @@
+// Attention's inner kernels for a cache of bf16.
+//
+// A page of one head is keys [head_dim / 2][16 tokens][2], then values [8 pairs of tokens][head_dim][2]. One load of 64
+// bytes is 16 tokens by 2 dimensions of the keys, or 16 dimensions by 2 tokens of the values; dot_bf16 with 2 numbers of
+// the other side in all lanes adds to 16 results, and no sum across lanes is ever needed.
+//
+//   scores   for rows x pages in registers: over the dimensions
+//   values   for rows x vectors of 16 dimensions in registers: over the tokens
+//
+// Each result is one chain of dot_bf16 in ascending order, whatever rows, pages and vectors share the registers.
+//
+// Memory is kept busy throughout: while the keys of a page are read its values are fetched, and while values are read
+// the keys that are next (`Block::ahead`).
+#pragma once
+
+#include "attention.h"
+
+namespace kvern {
+namespace KVERN_ISA {
+namespace {
+
+struct Bf16 {
+#if defined(__AVX512F__)
+  static constexpr int kScoreRows = 12, kValueRows = 6, kValueVectors = 4;
+  static constexpr int pages_at_once(int rows) { return rows <= 6 ? 4 : 2; }
+#else
+  static constexpr int kScoreRows = kParts == 2 ? 4 : 2, kValueRows = kScoreRows, kValueVectors = 1;
+  static constexpr int pages_at_once(int) { return 1; }
+#endif
+
+  static int64_t head_bytes(int head_dim) { return 64 * head_dim; }
+  static int64_t value_offset(int head_dim) { return 32 * head_dim; }
+
+  static void set_query(const float* q, float factor, int head_dim, uint8_t* query, QueryScale*) {
+    for (int i = 0; i < head_dim; i += kLanes) store(query + i * 2, to_bf16(load<F32>(q + i) * set1(factor)));
+  }
+
+  // A copy of a page's values with 0 for the tokens that no row sees: 0 * what happens to lie there may be NaN.
+  static const uint8_t* clean_values(const uint8_t* values, Seen seen, int head_dim, uint8_t* copy) {
+    for (int t = 0; t < kPage / 2; t++) {
+      uint32_t low = 2 * t >= seen.begin && 2 * t < seen.end ? 0xffffu : 0;
+      uint32_t high = 2 * t + 1 >= seen.begin && 2 * t + 1 < seen.end ? 0xffff0000u : 0;
+      for (int i = 0; i < head_dim; i += kLanes) {
+        const int at = (t * head_dim + i) * 4;
+        store(copy + at, load<U32>(values + at) & (low | high));
+      }
+    }
+    return copy;
+  }
+
+  template <int R>
+  static void scores(const Block& b, int row) {
+    constexpr int P = pages_at_once(R), V = P * kParts;
+    const int64_t values = value_offset(b.head_dim);
+    float* out = b.scores + row * kScoreStride;
+    for (int page = 0; page < b.pages; page += P) {
+      const uint8_t* k[P];
+      const uint8_t* later[P];
+      for (int p = 0; p < P; p++) {
+        k[p] = b.keys[page + p];
+        later[p] = b.keys[page + P + p];
+      }
+      Floats acc[R][V];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[r][v] = Floats{};
+      const uint8_t* q = b.queries + row * kQueryStride;
+      for (int64_t d = 0; d < b.head_dim * 32; d += 64, q += 4) {
+        Halves keys[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+          keys[v] = load<Halves>(k[v / kParts] + v % kParts * kRegisterBytes + d);
+          if (v % kParts) continue;
+          prefetch(k[v / kParts] + values + d);
+          prefetch(later[v / kParts] + d);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+          const Halves pair = (Halves)broadcast_int(q + r * kQueryStride);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], keys[v], pair);
+        }
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store(out + r * kScoreStride + page * kPage + v * kWide, acc[r][v]);
+    }
+  }
+
+  // Scores to weights, rounded to bf16; the sum is that of the rounded ones, so that the result is a true average.
+  static void weigh(const Block& b, int row, Seen seen, float* partial) {
+    float* s = b.scores + row * kScoreStride;
+    uint8_t* out = b.weights + row * kWeightStride;
+    const float top = mask_scores(s, seen);
+    const F32 offset = set1(top == kNothing ? 0.0f : top);
+    F32 sums = {};
+    for (int p = 0; p < first_page(seen); p++) memset(out + p * 32, 0, 32);
+    for (int p = first_page(seen); p < end_page(seen); p++) {
+      U32 bits = (U32)weight(load<F32>(s + p * kPage) - offset);
+      bits += 0x7fff + (bits >> 16 & 1);
+      sums += bits_to_float(bits & 0xffff0000u);
+      store(out + p * 32, __builtin_convertvector(bits >> 16, U16x16));
+    }
+    for (int p = end_page(seen); p < b.pages; p++) memset(out + p * 32, 0, 32);
+    largest(partial, b.head_dim) = top;
+    total(partial, b.head_dim) = sum(sums);
+  }
+
+  static void weigh_nothing(const Block& b, int row) { memset(b.weights + row * kWeightStride, 0, b.pages * 32); }
+
+  template <int R, int N>
+  static void values(const Block& b, int row, int vector, float* partial) {
+    constexpr int V = N * kParts;
+    const int64_t line = b.head_dim * 4;
+    const uint8_t* w = b.weights + row * kWeightStride;
+    Floats acc[R][V];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) acc[r][v] = Floats{};
+    for (int page = 0; page < b.pages; page++) {
+      const uint8_t* at = b.values[page] + vector * 64;
+      const uint8_t* ahead = b.ahead[page] + vector * 64;
+      for (int t = 0; t < kPage / 2; t++, at += line, ahead += line, w += 4) {
+        Halves values[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+          values[v] = load<Halves>(at + v * kRegisterBytes);
+          if (v % kParts == 0) prefetch(ahead + v * kRegisterBytes);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+          const Halves pair = (Halves)broadcast_int(w + r * kWeightStride);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], values[v], pair);
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++)
+        store(partial + r * partial_floats(b.head_dim) + vector * kLanes + v * kWide, acc[r][v]);
+  }
+};
+
+}  // namespace
+}  // namespace KVERN_ISA
+}  // namespace kvern

@@ -1,0 +1,231 @@
+// The matrix product: see gemm.h for the order of its loops. The kernels are in gemm_bf16, gemm_int8 and gemm_amx.
+#include "gemm.h"
+
+#include "activations.h"
+
+namespace kvern {
+namespace KVERN_ISA {
+namespace {
+
+// A panel up to this size is read ahead while the panels before it are computed; of a longer one, what comes soon.
+constexpr int64_t kShortPanel = 32 << 10;
+constexpr int64_t kAheadBytes = 4096;
+
+KVERN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+KVERN_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The part of a product that one thread computes.
+struct Product {
+  LinearArgs args;
+  int64_t first_row, last_row;
+  int64_t first_unit, last_unit;
+  int64_t panels;       // of the weight
+  int64_t half;         // panels of one half if there is a gate, else 0
+  int64_t panel_bytes;
+  int64_t origin;       // the column that lies first in `out`
+};
+
+int64_t panel_index(const Product& p, int64_t unit, int i) {
+  return p.half ? unit + i / 2 + (i % 2 ? p.half : 0) : 2 * unit + i;
+}
+
+int64_t num_units(const Product& p) { return p.half ? p.half : divide_up(p.panels, 2); }
+
+Product make_product(const LinearArgs& args, int64_t rows) {
+  Product p{};
+  p.args = args;
+  p.last_row = rows;
+  p.panels = divide_up(args.weight.out, kPanel);
+  p.half = args.gate == kNoGate ? 0 : args.weight.out / 2 / kPanel;
+  p.panel_bytes = panel_bytes(args.weight.type, args.weight.in);
+  p.last_unit = num_units(p);
+  return p;
+}
+
+// Load and store the first n of 16.
+KVERN_INLINE F32 load_some(const float* p, int64_t n) {
+  if (n >= kPanel) return load<F32>(p);
+  float a[kPanel] = {};
+  memcpy(a, p, n * sizeof(float));
+  return load<F32>(a);
+}
+KVERN_INLINE void store_some(float* p, F32 v, int64_t n) {
+  if (n >= kPanel) return store(p, v);
+  float a[kPanel];
+  store(a, v);
+  memcpy(p, a, n * sizeof(float));
+}
+
+KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
+
+// One row of sums, `y[panels * 16]`, to `out`.
+void finish_row(const Product& p, int64_t unit, int panels, int64_t row, const float* y) {
+  const LinearArgs& a = p.args;
+  float* out = a.out.data + row * a.out.stride - p.origin;
+  const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride - p.origin : nullptr;
+  const int64_t columns = p.half ? a.weight.out / 2 : a.weight.out;
+  for (int i = 0; i < panels; i += p.half ? 2 : 1) {
+    const int64_t column = panel_index(p, unit, i) * kPanel;
+    const int64_t n = least(columns - column, kPanel);
+    if (n <= 0) return;
+    F32 v = load<F32>(y + i * kPanel);
+    if (a.bias) v += load_some(a.bias + column, n);
+    if (p.half) {
+      F32 b = load<F32>(y + (i + 1) * kPanel);
+      if (a.bias) b += load<F32>(a.bias + columns + column);
+      v = gated(a.gate, v, b);
+    }
+    if (residual) v += load_some(residual + column, n);
+    store_some(out + column, v, n);
+  }
+}
+
+// The table of Tile::sums for rows [first, last) of x.
+void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
+  for (int64_t row = first; row < last; row++) {
+    const int32_t* sums = x.sums + row * x.columns / 16;
+    const float* scale = x.scale + row * x.columns / kGroup;
+    for (int64_t g = 0; g < groups; g++, sums += 2)
+      if (m.minimum) {
+        float s = scale[g] * (float)(sums[0] + sums[1]);
+        memcpy(out, &s, 4);
+        out += 4;
+      } else if (m.sums_per_group == 1) {
+        int32_t s = -m.offset * (sums[0] + sums[1]);
+        memcpy(out, &s, 4);
+        out += 4;
+      } else {
+        int32_t s[2] = {-m.offset * sums[0], -m.offset * sums[1]};
+        memcpy(out, s, 8);
+        out += 8;
+      }
+  }
+}
+
+// Point `t` at the panels of a group, prepared if need be.
+void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scratch, Tile& t) {
+  for (int i = 0; i < m.panels; i++) {
+    // A kernel takes so many panels; where there are no more it gets the last one again, and `finish_row` drops it.
+    int64_t index = least(panel_index(p, unit, i), p.panels - 1);
+    t.panels[i] = p.args.weight.panels + index * p.panel_bytes;
+    if (m.prepare) {
+      uint8_t* prepared = scratch + i * m.prepared_bytes;
+      m.prepare(t.panels[i], t.groups, prepared);
+      t.panels[i] = prepared;
+    }
+  }
+}
+
+// What tile number `tile` of `tiles` prefetches.
+void look_ahead(const Product& p, const Method& m, int64_t unit, int64_t tile, int64_t tiles, Tile& t) {
+  const int64_t next = unit + m.panels / 2;
+  const bool same = tiles == 1 && p.panel_bytes > kShortPanel;
+  t.ahead_lines = divide_up(p.panel_bytes / 64, tiles * t.groups);
+  const int64_t start = tile * t.groups * t.ahead_lines * 64;
+  if ((same && m.prepare) || (!same && next >= p.last_unit) || start >= p.panel_bytes) t.ahead_lines = 0;
+  for (int i = 0; i < m.panels; i++) {
+    int64_t index = least(panel_index(p, same ? unit : next, i), p.panels - 1);
+    t.ahead[i] = p.args.weight.panels + index * p.panel_bytes + (same ? kAheadBytes : start);
+  }
+}
+
+void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t last, uint8_t* scratch, int height) {
+  alignas(64) float y[kMaxTileRows * kMaxPanels * kPanel];
+  uint8_t* sums = scratch + kPreparedBytes;
+  Tile t{};
+  t.x = &p.args.x;
+  t.groups = p.args.weight.in / kGroup;
+  t.height = height;
+  t.sums_stride = t.groups * m.sums_per_group;
+  if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
+  const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows);
+  for (int64_t unit = p.first_unit; unit < p.last_unit; unit += m.panels / 2) {
+    take_panels(p, m, unit, scratch, t);
+    for (int64_t i = 0; i < tiles; i++) {
+      int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
+      const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
+      const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
+      t.row = first + from;
+      t.rows = (int)(stop - from);
+      t.sums = sums + from * t.sums_stride * 4;
+      look_ahead(p, m, unit, i, tiles, t);
+      m.kernels[t.rows - 1](t, y);
+      const int panels = (int)least(m.panels, 2 * (p.last_unit - unit));
+      for (int64_t row = start; row < stop; row++)
+        finish_row(p, unit, panels, first + row, y + (row - from) * m.panels * kPanel);
+    }
+  }
+}
+
+void multiply(const Product& p, uint8_t* scratch) {
+  const int64_t rows = p.last_row - p.first_row;
+  if (rows <= 0 || p.first_unit >= p.last_unit) return;
+  Method m;
+#if defined(__AMX_TILE__)
+  use_amx(p.args, rows, m);
+#else
+  p.args.x.form == kInt8 ? use_int8(p.args.weight, rows, m) : use_bf16(p.args.weight, rows, m);
+#endif
+  int64_t chunk = m.chunk_rows ? m.chunk_rows : rows;
+  if (m.sums_per_group) chunk = least(chunk, kSumsBytes / 4 / (p.args.weight.in / kGroup * m.sums_per_group));
+  const int64_t chunks = divide_up(rows, chunk);
+  const int tallest = chunks > 1 || m.full_tiles ? m.tile_rows : (int)divide_up(rows, divide_up(rows, m.tile_rows));
+  const int height = m.begin ? m.begin(tallest) : 0;
+  for (int64_t i = 0; i < chunks; i++)
+    multiply_chunk(p, m, p.first_row + rows * i / chunks, p.first_row + rows * (i + 1) / chunks, scratch, height);
+  if (m.end) m.end();
+}
+
+// A gate whose halves do not begin at a panel: both products to scratch memory, some rows at a time, then the gate.
+void gate_across_panels(const LinearArgs& args, int64_t rows, int thread, int threads, uint8_t* scratch) {
+  const int64_t columns = args.weight.out / 2, panels = divide_up(columns, kPanel);
+  LinearArgs plain = args;
+  plain.gate = kNoGate;
+  plain.residual.data = nullptr;
+  float* buffer = (float*)(scratch + kPreparedBytes + kSumsBytes);
+  // In passes over columns and rows: what fits the buffer.
+  constexpr int64_t kColumns = 256, kRows = kGateBytes / (2 * (kColumns + 64) * sizeof(float));
+  const int64_t end = least(panels * (thread + 1) / threads * kPanel, columns);
+  for (int64_t c = panels * thread / threads * kPanel; c < end; c += kColumns) {
+    const int64_t n = least(kColumns, end - c);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t last_row = least(row + kRows, rows);
+      for (int half = 0; half < 2; half++) {
+        Product p = make_product(plain, rows);
+        const int64_t column = half * columns + c;
+        p.first_row = row;
+        p.last_row = last_row;
+        p.first_unit = column / (2 * kPanel);
+        p.last_unit = divide_up(column + n, 2 * kPanel);
+        p.origin = p.first_unit * 2 * kPanel;
+        p.args.out = {buffer + half * (kColumns + 64) - row * 2 * (kColumns + 64), 2 * (kColumns + 64)};
+        multiply(p, scratch);
+      }
+      const float *a = buffer + c % (2 * kPanel), *b = buffer + (kColumns + 64) + (columns + c) % (2 * kPanel);
+      for (int64_t r = row; r < last_row; r++)
+        for (int64_t i = 0; i < n; i += kPanel) {
+          const int64_t at = (r - row) * 2 * (kColumns + 64) + i, m = least(n - i, kPanel);
+          F32 v = gated(args.gate, load_some(a + at, m), load_some(b + at, m));
+          if (args.residual.data) v += load_some(args.residual.data + r * args.residual.stride + c + i, m);
+          store_some(args.out.data + r * args.out.stride + c + i, v, m);
+        }
+    }
+  }
+}
+
+}  // namespace
+
+void linear(const Op& op, const Step& step, int thread, int threads) {
+  const LinearArgs& args = op.linear;
+  const int64_t rows = num_rows(op, step);
+  if (args.gate != kNoGate && args.weight.out % (2 * kPanel))
+    return gate_across_panels(args, rows, thread, threads, step.scratch[thread]);
+  Product p = make_product(args, rows);
+  const int64_t units = num_units(p);
+  p.first_unit = units * thread / threads;
+  p.last_unit = units * (thread + 1) / threads;
+  multiply(p, step.scratch[thread]);
+}
+
+}  // namespace KVERN_ISA
+}  // namespace kvern

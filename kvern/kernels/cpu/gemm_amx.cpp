@@ -1,0 +1,279 @@
+// Products with AMX: tile registers of 16 lines of 64 bytes, and one instruction that multiplies two of them.
+//
+// bf16: a line of the left operand is 32 k of one row of x, as it lies in memory; the right operand is 16 lines of a
+// panel, [16 pairs of k][16 columns][2], as they lie there. The order in which the instruction adds is its own, so every
+// number of rows goes through it: one row is a tile of one line. Two shapes:
+//
+//   square   up to 32 rows x 2 panels   4 tiles of sums, 2 of x, 2 of W: each loaded tile is used twice
+//   wide     up to 16 rows x 4 panels   4 tiles of sums, 1 of x: four streams of W, which a short step waits for
+//
+// int8: the integer sums of a group of k, for 16 rows and one panel, are one instruction; what takes time is to bring
+// them from the tile to the vector registers, through memory, and to scale them. Integer sums are exact and what follows
+// is the sequence of gemm_int8.cpp, so the bits are the same and few rows may use that.
+//
+// Tile registers are configured once per product: the tallest tile of rows is halved, and the upper and the lower half
+// of all tiles have this height. Where a tile is shorter its halves overlap, and give the common rows the same bits.
+#if defined(__AMX_TILE__)
+
+#include "gemm.h"
+
+namespace kvern {
+namespace KVERN_ISA {
+namespace {
+
+// The intrinsics do not tell the compiler that they read memory.
+KVERN_INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
+
+// Activations of a chunk of rows should stay in the second-level cache while all panels pass.
+constexpr int64_t kChunkBytes = int64_t(1) << 20;
+constexpr int64_t kLeastChunk = 128;
+
+struct alignas(64) TileConfig {
+  uint8_t palette;
+  uint8_t start_row;
+  uint8_t reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+
+// Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 lines of W; `width` bytes of a row of x at a time.
+KVERN_INLINE void configure(int height, int width) {
+  TileConfig config;
+  memset(&config, 0, sizeof config);
+  config.palette = 1;
+  for (int i = 0; i < 8; i++) {
+    config.rows[i] = i < 6 ? height : width / 4;
+    config.row_bytes[i] = i == 4 || i == 5 ? width : 64;
+  }
+  asm volatile("" : : "r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+int begin_square(int tallest) {
+  int height = (tallest + 1) / 2;
+  configure(height, 64);
+  return height;
+}
+
+// Here tile 5 holds W too.
+int begin_wide(int tallest) {
+  TileConfig config;
+  memset(&config, 0, sizeof config);
+  config.palette = 1;
+  for (int i = 0; i < 8; i++) {
+    config.rows[i] = i < 5 ? tallest : 16;
+    config.row_bytes[i] = 64;
+  }
+  asm volatile("" : : "r"(&config) : "memory");
+  _tile_loadconfig(&config);
+  return tallest;
+}
+
+void end() { _tile_release(); }
+
+void bf16_square(const Tile& t, float* y) {
+  const int64_t stride = t.x->columns * 2, below = t.rows - t.height;
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
+  memory_is_read();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t group = 0; group < t.groups; group++) {
+    Tile::prefetch_ahead<2>(t, group);
+    _tile_loadd(6, t.panels[0] + group * 1024, 64);
+    _tile_loadd(4, x + group * 64, stride);
+    _tile_loadd(7, t.panels[1] + group * 1024, 64);
+    _tile_loadd(5, x + below * stride + group * 64, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, y, 128);
+  _tile_stored(1, y + 16, 128);
+  _tile_stored(2, y + below * 32, 128);
+  _tile_stored(3, y + below * 32 + 16, 128);
+}
+
+void bf16_wide(const Tile& t, float* y) {
+  const int64_t stride = t.x->columns * 2;
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
+  memory_is_read();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t group = 0; group < t.groups; group++) {
+    Tile::prefetch_ahead<4>(t, group);
+    _tile_loadd(4, x + group * 64, stride);
+    _tile_loadd(5, t.panels[0] + group * 1024, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, t.panels[1] + group * 1024, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, t.panels[2] + group * 1024, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, t.panels[3] + group * 1024, 64);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, y, 256);
+  _tile_stored(1, y + 16, 256);
+  _tile_stored(2, y + 32, 256);
+  _tile_stored(3, y + 48, 256);
+}
+
+// What the int8 kernel reads of a panel: bytes [groups][8 lines], then factors float32 [groups][halves][16] and, for
+// types with one, minimums [groups][16].
+template <int type>
+struct Expanded {
+  using R = Record<type>;
+  static constexpr int64_t kBytes = 512 + 64 * R::kHalves + 64 * R::kMinimum;  // of a group
+
+  static void prepare(const uint8_t* panel, int64_t groups, uint8_t* out) {
+    uint8_t* factors = out + groups * 512;
+    uint8_t* minimums = factors + groups * 64 * R::kHalves;
+    for (int64_t i = 0; i < groups; i++) {
+      const uint8_t* record = R::record(panel, i);
+      const int group = i % R::kGroups;
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; g++) store(out + i * 512 + g * 64, R::quad(record, group, g, 0));
+      for (int half = 0; half < R::kHalves; half++)
+        store(factors + (i * R::kHalves + half) * 64, R::scale(record, group, half, 0));
+      if constexpr (R::kMinimum) store(minimums + i * 64, R::minimum(record, group, 0));
+    }
+  }
+};
+
+constexpr int kInt8Rows = 16;
+// Integer sums of so many groups are computed at once, while those before them are scaled: by the time they are read
+// they have left the tiles.
+constexpr int kBatch = 4;
+using IntSums = int32_t[kBatch][kInt8Rows][kPanel];
+
+// Sums of part `j` of a batch, in tile j; `x` and `w` are where the batch begins.
+template <int j, int width>
+KVERN_INLINE void integer_sums(const uint8_t* x, int64_t stride, const uint8_t* w, IntSums& out) {
+  constexpr int a = 4 + j % 2, b = 6 + j % 2;
+  asm volatile(
+      "tilezero %%tmm%c0\n\t"
+      "tileloadd (%3,%4,1), %%tmm%c1\n\t"
+      "tileloadd (%5,%6,1), %%tmm%c2\n\t"
+      "tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0\n\t"
+      "tilestored %%tmm%c0, (%7,%6,1)"
+      :
+      : "i"(j), "i"(a), "i"(b), "r"(x + j * width), "r"(stride), "r"(w + j * width * kPanel), "r"(int64_t(64)),
+        "r"(out[j])
+      : "memory");
+}
+
+template <int width>
+KVERN_INLINE void batch_sums(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t count, IntSums& out) {
+  if (count > 0) integer_sums<0, width>(x, stride, w, out);
+  if (count > 1) integer_sums<1, width>(x, stride, w, out);
+  if (count > 2) integer_sums<2, width>(x, stride, w, out);
+  if (count > 3) integer_sums<3, width>(x, stride, w, out);
+}
+
+// Sums of panel `i` for 16 rows, kept in as many registers.
+template <int type>
+KVERN_INLINE void int8_panel(const Tile& t, int i, float* y) {
+  using R = Record<type>;
+  constexpr int kWidth = kGroup / R::kHalves;  // k of one integer sum, a part
+  const int64_t stride = t.x->columns, parts = t.groups * R::kHalves;
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
+  const float* scales = t.x->scale + t.row * stride / kGroup;
+  const uint8_t* panel = t.panels[i];
+  const uint8_t* factors = panel + t.groups * 512;
+  const uint8_t* minimums = factors + parts * 64;
+  alignas(64) IntSums ints[2];
+  F32 sums[kInt8Rows];
+  for (int r = 0; r < kInt8Rows; r++) sums[r] = F32{};
+  batch_sums<kWidth>(x, stride, panel, parts, ints[0]);
+  for (int64_t first = 0; first < parts; first += kBatch) {
+    const int64_t next = first + kBatch;
+    batch_sums<kWidth>(x + next * kWidth, stride, panel + next * kWidth * kPanel, parts - next, ints[next / kBatch & 1]);
+    for (int64_t part = first; part < next && part < parts; part++) {
+      const int64_t group = part / R::kHalves;
+      if (part % R::kHalves == 0)
+        for (int64_t line = 0; line < t.ahead_lines; line++)
+          prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
+      const F32 factor = load<F32>(factors + part * 64);
+      const F32 minimum = R::kMinimum ? load<F32>(minimums + group * 64) : F32{};
+#pragma GCC unroll 16
+      for (int r = 0; r < kInt8Rows; r++) {
+        const uint8_t* s = t.sums + (r * t.sums_stride + part) * 4;
+        I32 dot = load<I32>(ints[first / kBatch & 1][part - first][r]);
+        if constexpr (!R::kMinimum) dot += broadcast_int(s);
+        sums[r] = fma(factor * broadcast(scales[r * (stride / kGroup) + group]), to_float(dot), sums[r]);
+        if constexpr (R::kMinimum) sums[r] = fma(minimum, broadcast_float(s), sums[r]);
+      }
+    }
+  }
+  for (int r = 0; r < kInt8Rows; r++) store(y + r * 2 * kPanel, sums[r]);
+}
+
+template <int type>
+void int8_tile(const Tile& t, float* y) {
+  for (int i = 0; i < 2; i++) int8_panel<type>(t, i, y + i * kPanel);
+}
+
+template <int halves>
+int begin_int8(int tallest) {
+  configure(tallest, kGroup / halves);
+  return tallest;
+}
+
+struct UseInt8 {
+  Method& m;
+  int64_t in;
+  template <int type>
+  void operator()() {
+    using R = Record<type>;
+    m.tile_rows = kInt8Rows;
+    m.full_tiles = true;
+    m.sums_per_group = R::kHalves;
+    m.offset = R::kOffset;
+    m.minimum = R::kMinimum;
+    m.kernels[kInt8Rows - 1] = int8_tile<type>;
+    m.prepare = Expanded<type>::prepare;
+    m.prepared_bytes = Expanded<type>::kBytes * in / kGroup;
+    m.begin = begin_int8<R::kHalves>;
+    m.end = end;
+  }
+};
+
+KVERN_INLINE int64_t chunk(int64_t row_bytes) {
+  int64_t rows = kChunkBytes / row_bytes;
+  return rows > kLeastChunk ? rows : kLeastChunk;
+}
+
+void use_amx_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
+  m.prepare = prepare_bf16(weight.type);
+  m.prepared_bytes = weight.in * kPanel * 2;
+  m.end = end;
+  const bool wide = rows <= 16 && (!m.prepare || 4 * m.prepared_bytes <= kPreparedBytes);
+  m.panels = wide ? 4 : 2;
+  m.tile_rows = wide ? 16 : 32;
+  m.begin = wide ? begin_wide : begin_square;
+  for (TileKernel& kernel : m.kernels) kernel = wide ? bf16_wide : bf16_square;
+}
+
+}  // namespace
+
+void use_amx(const LinearArgs& args, int64_t rows, Method& m) {
+  if (args.x.form == kBf16) {
+    use_amx_bf16(args.weight, rows, m);
+    m.chunk_rows = chunk(args.x.columns * 2);
+  } else if (rows < kInt8Rows) {
+    use_int8(args.weight, rows, m);
+  } else {
+    UseInt8 use{m, args.weight.in};
+    with_type(args.weight.type, use);
+    m.chunk_rows = chunk(args.x.columns);
+  }
+}
+
+}  // namespace KVERN_ISA
+}  // namespace kvern
+
+#endif

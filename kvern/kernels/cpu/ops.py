@@ -1,0 +1,347 @@
+"""`kvern.kernels.ops.Ops` on the native kernels.
+
+Activations are float32 between operations; what enters a matrix product is rounded to bf16, or to int8 in blocks of 32
+with a scale each. Weights stay in the bits they came in; keys and values are bf16 or int8.
+
+Every method makes one operation (kernels.h) and either runs it at once, on all threads, or, while `capture` records,
+puts it on the tape. Both ways the same kernel runs with the same arguments, so eager and replayed bits are equal; where
+the tape joins operations (see `tape`), the joined one computes the same roundings in the same order.
+
+What changes from step to step lies in one `Step`, which `plan`, `embedding` and `take_rows` fill, and `set_inputs` for
+a replay. Arrays that it points to are kept until the next step replaces them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvern.kernels.cpu import abi
+from kvern.kernels.cpu.buffers import Arena, Buffer, BufferPool
+from kvern.kernels.cpu.library import Memory, NativeEngine, op_array
+from kvern.kernels.cpu.tape import Entry, Tape, join
+from kvern.kernels.cpu.weights import PackedMatrix, StoredMatrix, pack, quantized, vector
+from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
+
+PAGE = 16  # tokens whose keys and values lie together
+_COLUMNS = 32  # a product's input is padded to a multiple
+_DEFAULT_ROWS = 4096
+_NO_VIEW = abi.View(None, 0)
+
+
+class NativeTensor:
+    """Rows of float32, `columns` from `offset` on in rows of `stride`. rows: abi.TOKENS or abi.LOGIT_ROWS."""
+
+    __slots__ = ("activations", "buffer", "columns", "offset", "rows", "stride")
+
+    def __init__(self, buffer: Buffer, columns: int, rows: int, *, stride: int = 0, offset: int = 0) -> None:
+        self.buffer = buffer
+        self.columns = columns
+        self.rows = rows
+        self.stride = stride or columns
+        self.offset = offset
+        self.activations: dict[int, tuple[Buffer, abi.Activation]] = {}  # by form: this as a product's input
+
+    @property
+    def view(self) -> abi.View:
+        return abi.View(self.buffer.address + 4 * self.offset, self.stride)
+
+
+class NativeCache:
+    """Keys and values of one layer: see KVCache in kernels.h. bytes: uint8 [blocks, bytes of a block]."""
+
+    def __init__(self, memory: Memory, start: int, num_blocks: int, struct: abi.KVCache, block_bytes: int) -> None:
+        self.memory = memory
+        self.struct = struct
+        self.bytes = memory.array()[start : start + num_blocks * block_bytes].reshape(num_blocks, block_bytes)
+
+
+class NativePlan:
+    """The number of a step's plan, and the arrays that it points to."""
+
+    __slots__ = ("arrays", "group")
+
+    def __init__(self, group: int, arrays: tuple[NDArray[Any], ...]) -> None:
+        self.group = group
+        self.arrays = arrays
+
+
+class NativeOps:
+    """activations: what enters the product with a quantised weight. kv_dtype: of the cache. quantize: store float
+    weights in fewer bits. Raises KernelsMissing."""
+
+    dtype: DType = "bfloat16"
+
+    def __init__(
+        self,
+        threads: int,
+        *,
+        activations: Literal["int8", "bf16"] = "int8",
+        kv_dtype: Literal["bfloat16", "int8"] = "bfloat16",
+        quantize: Literal["none", "int8", "int4"] = "none",
+        isa: str = "",
+        cpus: Sequence[int] | None = None,
+    ) -> None:
+        self.engine = NativeEngine(threads, isa, cpus)
+        self.activations = activations
+        self.kv_dtype = kv_dtype
+        self.quantize = quantize
+        self._pool = BufferPool()
+        self._arena = Arena()
+        self._capacity = {abi.TOKENS: _DEFAULT_ROWS, abi.LOGIT_ROWS: _DEFAULT_ROWS}
+        self._step = abi.Step()
+        self._alive: dict[object, object] = {}  # what the step points to
+        self._recording: list[Entry] | None = None
+
+    def reserve(self, num_tokens: int, num_rows: int) -> None:
+        """The most tokens of a step, and the most rows of logits. Before the first step."""
+        self._capacity = {abi.TOKENS: num_tokens, abi.LOGIT_ROWS: num_rows}
+
+    # Tapes
+
+    def capture(self, function: Callable[[], NativeTensor], *, pieces: bool = False) -> Tape:
+        """What `function` would compute, recorded. pieces: attention as calls of its own."""
+        self._recording = []
+        try:
+            output = function()
+            entries = self._recording
+        finally:
+            self._recording = None
+        return Tape(join(entries, output.buffer.span.serial), output, pieces=pieces)
+
+    def replay(self, tape: Tape, nanoseconds: NDArray[np.int64] | None = None) -> NativeTensor:
+        """Compute a tape for the step as it is set now. Its output is the same tensor each time."""
+        for piece in tape.pieces:
+            self.engine.run(piece, len(piece), self._step, nanoseconds.ctypes.data if nanoseconds is not None else None)
+        output: NativeTensor = tape.output
+        return output
+
+    def set_inputs(self, *, token_ids: Int32 | None = None, rows: Int64 | None = None) -> None:
+        """What `embedding` and `take_rows` read in the next replay."""
+        if token_ids is not None:
+            token_ids = self._keep("token_ids", token_ids, np.int32)
+            self._step.num_tokens = len(token_ids)
+            self._step.token_ids = token_ids.ctypes.data
+            self._check(abi.TOKENS, len(token_ids))
+        if rows is not None:
+            rows = self._keep("rows", rows, np.int64)
+            self._step.num_rows = len(rows)
+            self._step.rows = rows.ctypes.data
+            self._check(abi.LOGIT_ROWS, len(rows))
+
+    def _keep(self, name: object, array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        array = np.ascontiguousarray(array, dtype=dtype)
+        self._alive[name] = array
+        return array
+
+    def _check(self, rows: int, count: int) -> None:
+        if count > self._capacity[rows]:
+            raise ValueError(f"a step of {count} rows, and memory is reserved for {self._capacity[rows]}")
+
+    def _emit(self, kind: str, args: Any, rows: int, reads: Sequence[Buffer], writes: Buffer | None) -> None:
+        spans = tuple(buffer.span for buffer in reads)
+        entry = Entry(abi.make_op(kind, args, rows), spans, writes.span if writes is not None else None)
+        if self._recording is None:
+            self.engine.run(op_array([entry.op]), 1, self._step)
+        else:
+            self._recording.append(entry)
+
+    def _new(self, columns: int, rows: int) -> NativeTensor:
+        return NativeTensor(self._pool.take(self._capacity[rows] * columns * 4), columns, rows)
+
+    # Memory
+
+    def weight(self, parts: Sequence[StoredTensor | Float32]) -> StoredMatrix | Float32:
+        stored = [part if isinstance(part, StoredTensor) else StoredTensor.of(part) for part in parts]
+        return vector(stored) if len(stored[0].shape) == 1 else StoredMatrix(stored)
+
+    def pack(self, weight: StoredMatrix) -> PackedMatrix:
+        if self.quantize != "none":
+            weight = quantized(weight, self.quantize)
+        return pack(self.engine, self._arena, weight)
+
+    def kv_bytes(self, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of a page of one layer's cache."""
+        return num_kv_heads * (64 * head_dim if self.kv_dtype == "bfloat16" else 32 * head_dim + 128)
+
+    def allocate_kv_cache(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> list[NativeCache]:
+        """Raises ValueError for a block size or a head dimension that the kernels do not know."""
+        if block_size % PAGE or head_dim % PAGE:
+            raise ValueError(
+                f"native kernels need a block_size and a head dimension that are multiples of {PAGE}, "
+                f"not {block_size} and {head_dim}"
+            )
+        block_bytes = block_size // PAGE * self.kv_bytes(num_kv_heads, head_dim)
+        memory = Memory(num_layers * num_blocks * block_bytes)
+        kind = abi.KV_BF16 if self.kv_dtype == "bfloat16" else abi.KV_INT8
+
+        def cache(start: int) -> NativeCache:
+            struct = abi.KVCache(memory.address + start, num_kv_heads, head_dim, kind)
+            return NativeCache(memory, start, num_blocks, struct, block_bytes)
+
+        return [cache(layer * num_blocks * block_bytes) for layer in range(num_layers)]
+
+    def copy_blocks(
+        self, source: Sequence[NativeCache], destination: Sequence[NativeCache], from_blocks: Int64, to_blocks: Int64
+    ) -> None:
+        for theirs, ours in zip(source, destination, strict=True):
+            ours.bytes[to_blocks] = theirs.bytes[from_blocks]
+
+    def zero_blocks(self, caches: Sequence[NativeCache], blocks: Int64) -> None:
+        for cache in caches:
+            cache.bytes[blocks] = 0
+
+    def read_block(self, caches: Sequence[NativeCache], block: int) -> NDArray[np.uint8]:
+        return np.concatenate([cache.bytes[block] for cache in caches])
+
+    def write_block(self, caches: Sequence[NativeCache], block: int, content: NDArray[np.uint8]) -> None:
+        for cache, part in zip(caches, content.reshape(len(caches), -1), strict=True):
+            cache.bytes[block] = part
+
+    def to_numpy(self, x: NativeTensor) -> Float32:
+        count = self._step.num_tokens if x.rows == abi.TOKENS else self._step.num_rows
+        memory = (ctypes.c_float * (count * x.stride)).from_address(x.buffer.address)
+        rows: Float32 = np.frombuffer(memory, dtype=np.float32).reshape(count, x.stride)
+        return rows[:, x.offset : x.offset + x.columns]
+
+    # Row-wise
+
+    def embedding(self, table: StoredMatrix, token_ids: Int32) -> NativeTensor:
+        self.set_inputs(token_ids=token_ids)
+        (part,) = table.parts
+        out = self._new(table.columns, abi.TOKENS)
+        args = abi.EmbeddingArgs(part.rows.ctypes.data, part.rows.strides[0], table.columns, part.type, 0, out.view)
+        self._emit("embedding", args, abi.TOKENS, (), out.buffer)
+        return out
+
+    def take_rows(self, x: NativeTensor, rows: Int64) -> NativeTensor:
+        self.set_inputs(rows=rows)
+        out = self._new(x.columns, abi.LOGIT_ROWS)
+        self._emit("take_rows", abi.TakeRowsArgs(x.view, out.view, x.columns), abi.LOGIT_ROWS, (x.buffer,), out.buffer)
+        return out
+
+    def split(self, x: NativeTensor, sizes: Sequence[int]) -> Sequence[NativeTensor]:
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        return [
+            NativeTensor(x.buffer, size, x.rows, stride=x.stride, offset=x.offset + start)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def _activation(self, x: NativeTensor, form: int) -> tuple[Buffer, abi.Activation]:
+        """x as the input of a product, computed once for all products that read it."""
+        found = x.activations.get(form)
+        if found is None:
+            columns = -(-x.columns // _COLUMNS) * _COLUMNS
+            capacity = self._capacity[x.rows]
+            row_bytes = columns * 2 if form == abi.BF16 else columns + columns // 32 * 4 + columns // 16 * 4
+            buffer = self._pool.take(capacity * row_bytes)
+            scale = buffer.address + capacity * columns
+            out = abi.Activation(form, columns, buffer.address, scale, scale + capacity * (columns // 32) * 4)
+            self._emit("quantize", abi.QuantizeArgs(x.view, x.columns, out), x.rows, (x.buffer,), buffer)
+            found = x.activations[form] = (buffer, out)
+        return found
+
+    def linear(self, x: NativeTensor, weight: PackedMatrix, bias: Float32 | None = None) -> NativeTensor:
+        out = self._new(weight.out, x.rows)
+        for start, packed in weight.segments:
+            form = abi.BF16 if packed.type == abi.WEIGHT_BF16 or self.activations == "bf16" else abi.INT8
+            buffer, activation = self._activation(x, form)
+            view = abi.View(out.view.data + 4 * start, out.stride)
+            shift = None if bias is None else bias.ctypes.data + 4 * start
+            args = abi.LinearArgs(activation, packed, shift, _NO_VIEW, view, abi.NO_GATE, 0)
+            self._emit("linear", args, x.rows, (buffer,), out.buffer)
+        return out
+
+    def add(self, a: NativeTensor, b: NativeTensor) -> NativeTensor:
+        out = self._new(a.columns, a.rows)
+        args = abi.AddArgs(a.view, b.view, out.view, a.columns)
+        self._emit("add", args, a.rows, (a.buffer, b.buffer), out.buffer)
+        return out
+
+    def scale(self, x: NativeTensor, factor: float) -> NativeTensor:
+        out = self._new(x.columns, x.rows)
+        self._emit("scale", abi.ScaleArgs(x.view, out.view, x.columns, factor), x.rows, (x.buffer,), out.buffer)
+        return out
+
+    def rms_norm(self, x: NativeTensor, weight: Float32, eps: float, offset: float = 0.0) -> NativeTensor:
+        out = self._new(x.columns, x.rows)
+        args = abi.RmsNormArgs(x.view, out.view, weight.ctypes.data, x.columns, len(weight), eps, offset)
+        self._emit("rms_norm", args, x.rows, (x.buffer,), out.buffer)
+        return out
+
+    def silu_and_mul(self, x: NativeTensor) -> NativeTensor:
+        return self._gate(x, abi.SILU)
+
+    def gelu_tanh_and_mul(self, x: NativeTensor) -> NativeTensor:
+        return self._gate(x, abi.GELU_TANH)
+
+    def _gate(self, x: NativeTensor, gate: int) -> NativeTensor:
+        out = self._new(x.columns // 2, x.rows)
+        self._emit("gate", abi.GateArgs(x.view, out.view, out.columns, gate), x.rows, (x.buffer,), out.buffer)
+        return out
+
+    def argmax(self, x: NativeTensor) -> tuple[Int32, Float32]:
+        capacity = self._capacity[x.rows]
+        buffer = self._pool.take(capacity * 8)
+        value = buffer.address + capacity * 4
+        self._emit("argmax", abi.ArgmaxArgs(x.view, x.columns, buffer.address, value), x.rows, (x.buffer,), buffer)
+        count = self._step.num_tokens if x.rows == abi.TOKENS else self._step.num_rows
+        index = np.frombuffer((ctypes.c_int32 * count).from_address(buffer.address), dtype=np.int32).copy()
+        return index, np.frombuffer((ctypes.c_float * count).from_address(value), dtype=np.float32).copy()
+
+    # Attention
+
+    def plan(self, metadata: AttentionMetadata, group: int = 0) -> NativePlan:
+        arrays = (
+            self._keep("positions", metadata.positions, np.int64),
+            *(
+                self._keep((group, name), getattr(metadata, name), dtype)
+                for name, dtype in (
+                    ("slots", np.int64),
+                    ("q_start", np.int64),
+                    ("q_len", np.int64),
+                    ("context_len", np.int64),
+                    ("block_tables", np.int32),
+                )
+            ),
+        )
+        positions, slots, q_start, q_len, context_len, tables = arrays
+        self._step.num_tokens = len(positions)
+        self._step.positions = positions.ctypes.data
+        plan = self._step.plans[group]
+        plan.slots, plan.q_start, plan.q_len = slots.ctypes.data, q_start.ctypes.data, q_len.ctypes.data
+        plan.context_len, plan.block_tables = context_len.ctypes.data, tables.ctypes.data
+        plan.table_stride, plan.num_segments, plan.block_size = tables.shape[1], len(q_len), metadata.block_size
+        return NativePlan(group, arrays)
+
+    def rotary_table(self, angles: NDArray[np.float64]) -> Float32:
+        return np.ascontiguousarray(np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
+
+    def rotary_factors(self, table: Float32, plan: NativePlan) -> Float32:
+        return table
+
+    def rotary(self, x: NativeTensor, factors: Float32) -> NativeTensor:
+        head_dim = 2 * factors.shape[2]
+        out = self._new(x.columns, x.rows)
+        args = abi.RotaryArgs(x.view, out.view, factors.ctypes.data, x.columns // head_dim, head_dim)
+        self._emit("rotary", args, x.rows, (x.buffer,), out.buffer)
+        return out
+
+    def write_kv(self, k: NativeTensor, v: NativeTensor, cache: NativeCache, plan: NativePlan) -> None:
+        args = abi.WriteKVArgs(k.view, v.view, cache.struct, plan.group)
+        self._emit("write_kv", args, k.rows, (k.buffer, v.buffer), None)
+
+    def paged_attention(
+        self, q: NativeTensor, cache: NativeCache, plan: NativePlan, *, scale: float, window: int | None = None
+    ) -> NativeTensor:
+        out = self._new(q.columns, q.rows)
+        heads = q.columns // cache.struct.head_dim
+        args = abi.AttentionArgs(q.view, out.view, cache.struct, plan.group, heads, scale, window or 0)
+        self._emit("attention", args, q.rows, (q.buffer,), out.buffer)
+        return out
