@@ -10,6 +10,7 @@ import gc
 import time
 
 from kvern.bench.load import Requests, kernels_used, random_requests, read_requests, serve, warm_up
+from kvern.bench.profile import StepProfile
 from kvern.bench.report import ProgressLine, Row, repeat
 from kvern.config import EngineConfig
 from kvern.engine.client import InprocClient
@@ -61,12 +62,15 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
             )
         requests.check(client.limits.max_model_len)
         warm_up(client, requests)
+        profile = StepProfile(client) if args.profile else None
         about = {
             "bench": "throughput", "model": config.model, "kernels": kernels_used(config, client.model_config),
             "num_prompts": len(requests), "input_tokens": requests.input_tokens,
             "output_tokens": requests.output_tokens,
         }  # fmt: skip
         repeat(lambda i: time_run(client, requests, f"run {i + 1}", line), args.repeat, about, _TITLES, args.json, line)
+        if profile is not None:
+            profile.report(args.json)
     finally:
         line.clear()
         client.close()

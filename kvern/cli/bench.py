@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _ARGUMENTS[name](part)
         if name != "scheduler":
             part.add_argument("--json", action="store_true", help="one JSON line per run and one of medians")
+            if name != "startup":
+                part.add_argument("--profile", action="store_true", help="time every operation; costs a little time")
             add_options(part, "engine", EngineConfig)
 
 

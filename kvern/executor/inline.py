@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvern.cache.connectors import SchedulerConnector
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig
@@ -52,6 +52,12 @@ class InlineExecutor:
     def stored_blocks(self) -> list[str]:
         store = self._runner.mover.store if self._runner is not None else None
         return [] if store is None else store.names()
+
+    def start_profile(self) -> Any:
+        """Time every operation from now on: a kvern.kernels.cpu.profile.Profile; None if the kernels cannot."""
+        if self._runner is None or not self._runner.recorded:
+            return None
+        return self._runner.ops.start_profile()  # type: ignore[attr-defined]
 
     def scheduler_connector(self) -> SchedulerConnector | None:
         return self._connector

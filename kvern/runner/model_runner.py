@@ -93,6 +93,11 @@ class ModelRunner:
         self._report_transfers(result)
         return result
 
+    @property
+    def recorded(self) -> bool:
+        """Whether the model's calls are replays."""
+        return self._hidden_graphs.backend is not None
+
     def _report_transfers(self, result: ModelRunnerOutput) -> None:
         if self.connector is not None:
             result.kv_arrived, result.kv_failed, result.kv_sent = self.connector.transferred()

@@ -45,7 +45,7 @@ class Activation(Structure):
 
 
 class PackedWeight(Structure):
-    _fields_ = (("type", c_int32), ("in_", c_int64), ("out", c_int64), ("panels", c_void_p))
+    _fields_ = (("type", c_int32), ("in_", c_int64), ("out", c_int64), ("panels", c_void_p), ("num_bytes", c_int64))
 
 
 class KVCache(Structure):

@@ -168,6 +168,46 @@ void kvern_pack(void* engine, int32_t type, const uint8_t* rows, int64_t row_byt
   ((Engine*)engine)->kernels->pack(type, rows, row_bytes, out, in, panels, first_panel, last_panel);
 }
 
+// Read this much memory once, divided over the threads; returns something that depends on all of it. -1: no memory.
+int64_t kvern_read(void* engine, int64_t bytes) {
+  static uint64_t* memory = nullptr;  // kept, so that only the first call waits for the pages
+  static int64_t size = 0;
+  if (size < bytes) {
+    release(memory, (size_t)size);
+    memory = (uint64_t*)allocate((size_t)bytes);
+    size = memory ? bytes : 0;
+    if (!memory) return -1;
+    memset(memory, 1, (size_t)bytes);
+  }
+  struct Read {
+    const uint64_t* words;
+    int64_t count;
+    Flag sums[kMaxThreads];
+  };
+  static Read read;
+  read.words = memory;
+  read.count = bytes / 8;
+  ((Engine*)engine)->pool.run(
+      [](void* context, int thread, int threads) {
+        Read& r = *(Read*)context;
+        int64_t first = r.count * thread / threads / 32 * 32, last = r.count * (thread + 1) / threads / 32 * 32;
+        uint64_t sums[32] = {};
+        for (int64_t i = first; i < last; i += 32) {
+          __builtin_prefetch(r.words + i + 512);
+          __builtin_prefetch(r.words + i + 520);
+          __builtin_prefetch(r.words + i + 528);
+          __builtin_prefetch(r.words + i + 536);
+          for (int j = 0; j < 32; j++) sums[j] += r.words[i + j];
+        }
+        for (int j = 1; j < 32; j++) sums[0] += sums[j];
+        r.sums[thread].value = (uint32_t)sums[0];
+      },
+      &read);
+  int64_t total = 0;
+  for (int i = 0; i < ((Engine*)engine)->pool.threads(); i++) total += read.sums[i].value;
+  return total;
+}
+
 // nanoseconds: [num_ops] to which the time of each op is added, or null.
 void kvern_run(void* engine, const Op* ops, int64_t num_ops, const Step* step, int64_t* nanoseconds) {
   Engine* e = (Engine*)engine;

@@ -57,21 +57,27 @@ KVERN_INLINE float& total(float* partial, int head_dim) { return partial[head_di
 
 constexpr float kNothing = -__builtin_inff();
 
-KVERN_INLINE I32 lane_index() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+typedef uint16_t Halved __attribute__((vector_size(kRegisterBytes / 2)));   // kWide numbers in 16 bits
+typedef uint8_t Quartered __attribute__((vector_size(kRegisterBytes / 4)));  // kWide numbers in 8 bits
+
+KVERN_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Over the 16 lanes of kParts registers, in the order of simd.h.
+KVERN_INLINE F32 together(const Floats (&parts)[kParts]) { return load<F32>(parts); }
 
 // 2^x for x <= 0 with a relative error of 3e-6, which is below the rounding of the weights; 2^0 is exactly 1, and what
 // is -infinity or NaN gives exactly 0. Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
-KVERN_INLINE F32 weight(F32 x) {
-  const F32 magic = set1(12582912.0f);
-  F32 bounded = max(x, set1(-127.0f));
-  F32 shifted = bounded + magic;
-  F32 f = bounded - (shifted - magic);
-  F32 p = set1(9.582853220665674e-3f);
-  p = fma(p, f, set1(5.590642620810293e-2f));
-  p = fma(p, f, set1(2.402409861776630e-1f));
-  p = fma(p, f, set1(6.931241932253020e-1f));
-  p = fma(p, f, set1(1.0f));
-  return (F32)((I32)p + ((I32)shifted << 23));
+KVERN_INLINE Floats weight(Floats x) {
+  const Floats magic = broadcast(12582912.0f);
+  Floats bounded = larger(x, broadcast(-127.0f));
+  Floats shifted = bounded + magic;
+  Floats f = bounded - (shifted - magic);
+  Floats p = broadcast(9.582853220665674e-3f);
+  p = fma(p, f, broadcast(5.590642620810293e-2f));
+  p = fma(p, f, broadcast(2.402409861776630e-1f));
+  p = fma(p, f, broadcast(6.931241932253020e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
 // The tokens that a row sees, counted from the first page of the chunk's; not empty.
@@ -84,17 +90,13 @@ KVERN_INLINE int end_page(Seen seen) { return (seen.end + kPage - 1) / kPage; }
 
 // Put -infinity where the row does not see the token, and return the largest score.
 KVERN_INLINE float mask_scores(float* scores, Seen seen) {
-  F32 top = set1(kNothing);
-  for (int p = first_page(seen); p < end_page(seen); p++) {
-    F32 s = load<F32>(scores + p * kPage);
-    if (p * kPage < seen.begin || (p + 1) * kPage > seen.end) {
-      I32 token = lane_index() + p * kPage;
-      s = (token >= seen.begin) & (token < seen.end) ? s : set1(kNothing);
-      store(scores + p * kPage, s);
-    }
-    top = max(top, s);
-  }
-  return max(top);
+  for (int t = first_page(seen) * kPage; t < seen.begin; t++) scores[t] = kNothing;
+  for (int t = seen.end; t < end_page(seen) * kPage; t++) scores[t] = kNothing;
+  Floats top[kParts];
+  for (int v = 0; v < kParts; v++) top[v] = broadcast(kNothing);
+  for (int p = first_page(seen); p < end_page(seen); p++)
+    for (int v = 0; v < kParts; v++) top[v] = larger(load<Floats>(scores + p * kPage + v * kWide), top[v]);
+  return max(together(top));
 }
 
 }  // namespace

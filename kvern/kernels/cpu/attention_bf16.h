@@ -94,18 +94,20 @@ struct Bf16 {
     float* s = b.scores + row * kScoreStride;
     uint8_t* out = b.weights + row * kWeightStride;
     const float top = mask_scores(s, seen);
-    const F32 offset = set1(top == kNothing ? 0.0f : top);
-    F32 sums = {};
-    for (int p = 0; p < first_page(seen); p++) memset(out + p * 32, 0, 32);
-    for (int p = first_page(seen); p < end_page(seen); p++) {
-      U32 bits = (U32)weight(load<F32>(s + p * kPage) - offset);
-      bits += 0x7fff + (bits >> 16 & 1);
-      sums += bits_to_float(bits & 0xffff0000u);
-      store(out + p * 32, __builtin_convertvector(bits >> 16, U16x16));
-    }
-    for (int p = end_page(seen); p < b.pages; p++) memset(out + p * 32, 0, 32);
+    const Floats offset = broadcast(top == kNothing ? 0.0f : top);
+    Floats sums[kParts] = {};
+    memset(out, 0, first_page(seen) * 32);
+    for (int p = first_page(seen); p < end_page(seen); p++)
+      for (int v = 0; v < kParts; v++) {
+        const int t = p * kPage + v * kWide;
+        Words bits = (Words)weight(load<Floats>(s + t) - offset);
+        bits += 0x7fff + (bits >> 16 & 1);
+        sums[v] += (Floats)(bits & 0xffff0000u);
+        store(out + t * 2, __builtin_convertvector(bits >> 16, Halved));
+      }
+    memset(out + end_page(seen) * 32, 0, (b.pages - end_page(seen)) * 32);
     largest(partial, b.head_dim) = top;
-    total(partial, b.head_dim) = sum(sums);
+    total(partial, b.head_dim) = sum(together(sums));
   }
 
   static void weigh_nothing(const Block& b, int row) { memset(b.weights + row * kWeightStride, 0, b.pages * 32); }

@@ -122,28 +122,31 @@ struct Int8 {
     uint8_t* out = b.weights + row * kWeightStride;
     const int64_t scales = 32 * b.head_dim + 64;
     const float top = mask_scores(s, seen);
-    const F32 offset = set1(top == kNothing ? 0.0f : top);
-    F32 sums = {}, tops = {};
-    for (int p = first_page(seen); p < end_page(seen); p++) {
-      F32 w = weight(load<F32>(s + p * kPage) - offset);
-      sums += w;
-      // Where the weight is 0 the scale may be anything, even NaN.
-      F32 scaled = w > 0 ? w * load<F32>(b.keys[p] + scales) : F32{};
-      tops = max(tops, scaled);
-      store(s + p * kPage, scaled);
-    }
+    const Floats offset = broadcast(top == kNothing ? 0.0f : top);
+    Floats sums[kParts] = {}, tops[kParts] = {};
+    for (int p = first_page(seen); p < end_page(seen); p++)
+      for (int v = 0; v < kParts; v++) {
+        const int t = p * kPage + v * kWide;
+        Floats w = weight(load<Floats>(s + t) - offset);
+        sums[v] += w;
+        // Where the weight is 0 the scale may be anything, even NaN.
+        Floats scaled = w > 0 ? w * load<Floats>(b.keys[p] + scales + v * kRegisterBytes) : Floats{};
+        tops[v] = larger(scaled, tops[v]);
+        store(s + t, scaled);
+      }
     // Below this, 65535 / amax overflows; values so small are 0 for any purpose.
-    const float amax = max(tops), usable = amax > 1e-30f ? amax : 0.0f;
-    const F32 inverse = set1(usable > 0 ? 65535.0f / usable : 0.0f);
+    const float amax = max(together(tops)), usable = amax > 1e-30f ? amax : 0.0f;
+    const Floats inverse = broadcast(usable > 0 ? 65535.0f / usable : 0.0f);
     weigh_nothing(b, row);
-    for (int p = first_page(seen); p < end_page(seen); p++) {
-      I32 w = round_to_int(load<F32>(s + p * kPage) * inverse);
-      store(out + p * kPage, __builtin_convertvector(w >> 8, U8x16));
-      store(out + kLowWeights + p * kPage, __builtin_convertvector(w & 255, U8x16));
+    for (int t = first_page(seen) * kPage; t < end_page(seen) * kPage; t += kWide) {
+      // Adding 2^23 leaves the nearest integer in the low bits.
+      Words w = (Words)(load<Floats>(s + t) * inverse + broadcast(8388608.0f));
+      store(out + t, __builtin_convertvector(w >> 8 & 255, Quartered));
+      store(out + kLowWeights + t, __builtin_convertvector(w & 255, Quartered));
     }
     b.weight_scales[row] = usable / 65535.0f;
     largest(partial, b.head_dim) = top;
-    total(partial, b.head_dim) = sum(sums);
+    total(partial, b.head_dim) = sum(together(sums));
   }
 
   static void weigh_nothing(const Block& b, int row) {

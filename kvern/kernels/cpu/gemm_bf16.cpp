@@ -24,7 +24,9 @@ template <int R, int P>
 void bf16_tile(const Tile& t, float* y) {
   constexpr int V = P * kParts;
   Floats sums[R][V];
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) sums[r][v] = Floats{};
   const uint8_t* panels[P];
   for (int p = 0; p < P; p++) panels[p] = t.panels[p];
@@ -36,14 +38,19 @@ void bf16_tile(const Tile& t, float* y) {
     for (int pair = 0; pair < kGroup / 2; pair++) {
       const int64_t line = group * (kGroup / 2) + pair;
       Halves w[V];
+#pragma GCC unroll 16
       for (int v = 0; v < V; v++) w[v] = load<Halves>(panels[v / kParts] + line * 64 + v % kParts * kRegisterBytes);
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         Halves a = (Halves)broadcast_int(x + r * stride + line * 2);
+#pragma GCC unroll 16
         for (int v = 0; v < V; v++) sums[r][v] = dot_bf16(sums[r][v], w[v], a);
       }
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(y + (r * V + v) * kWide, sums[r][v]);
 }
 

@@ -23,7 +23,9 @@ void int8_tile(const Tile& t, float* y) {
   using Rec = Record<type>;
   constexpr int V = P * kParts, kQuads = 8 / Rec::kHalves;
   Floats sums[R][V];
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) sums[r][v] = Floats{};
   const int64_t stride = t.x->columns, groups = t.groups;
   const int8_t* x = (const int8_t*)t.x->values + t.row * stride;
@@ -36,7 +38,9 @@ void int8_tile(const Tile& t, float* y) {
 #pragma GCC unroll 2
     for (int half = 0; half < Rec::kHalves; half++) {
       Ints dots[R][V];
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int v = 0; v < V; v++)
           dots[r][v] = Rec::kMinimum
                            ? Ints{}
@@ -44,26 +48,34 @@ void int8_tile(const Tile& t, float* y) {
 #pragma GCC unroll 8
       for (int g = half * kQuads; g < (half + 1) * kQuads; g++) {
         Bytes w[V];
+#pragma GCC unroll 16
         for (int v = 0; v < V; v++) w[v] = Rec::quad(records[v / kParts], group, g, v % kParts);
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           SignedBytes a = (SignedBytes)broadcast_int(x + r * stride + i * kGroup + g * 4);
+#pragma GCC unroll 16
           for (int v = 0; v < V; v++)
             dots[r][v] = Rec::kBits < 8 ? dot_small(dots[r][v], w[v], a) : dot_u8s8(dots[r][v], w[v], a);
         }
       }
+#pragma GCC unroll 16
       for (int v = 0; v < V; v++) {
         Floats d = Rec::scale(records[v / kParts], group, half, v % kParts);
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++)
           sums[r][v] = fma(d * broadcast(scales[r * (stride / kGroup) + i]), to_float(dots[r][v]), sums[r][v]);
         if constexpr (Rec::kMinimum) {
           Floats m = Rec::minimum(records[v / kParts], group, v % kParts);
+#pragma GCC unroll 16
           for (int r = 0; r < R; r++)
             sums[r][v] = fma(m, broadcast_float(t.sums + (r * t.sums_stride + i) * 4), sums[r][v]);
         }
       }
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(y + (r * V + v) * kWide, sums[r][v]);
 }
 

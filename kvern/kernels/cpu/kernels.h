@@ -57,6 +57,7 @@ struct PackedWeight {
   int64_t in;
   int64_t out;
   const uint8_t* panels;
+  int64_t bytes;
 };
 
 // Keys and values of one layer, pages of 16 tokens:

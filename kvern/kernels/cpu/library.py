@@ -61,6 +61,7 @@ def _declare(library: ctypes.CDLL) -> None:
             None,
             (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64),
         ),
+        ("kvern_read", c_int64, (c_void_p, c_int64)),
         ("kvern_run", None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
     ):
         function = getattr(library, name)
@@ -119,6 +120,11 @@ class NativeEngine:
         self._library.kvern_pack(
             self._handle, kind, rows.ctypes.data, rows.strides[0], len(rows), columns, panels, first_panel, last_panel
         )
+
+    def read(self, num_bytes: int) -> None:
+        """Read so much memory once, all threads together."""
+        if self._library.kvern_read(self._handle, num_bytes) < 0:
+            raise MemoryError(f"cannot allocate {num_bytes} bytes")
 
     def run(self, ops: ctypes.Array[abi.Op], num_ops: int, step: abi.Step, nanoseconds: int | None = None) -> None:
         """All ops, one after the other, on all threads."""

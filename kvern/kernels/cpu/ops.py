@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvern.kernels.cpu import abi
 from kvern.kernels.cpu.buffers import Arena, Buffer, BufferPool
 from kvern.kernels.cpu.library import Memory, NativeEngine, op_array
+from kvern.kernels.cpu.profile import Profile
 from kvern.kernels.cpu.tape import Entry, Tape, join
 from kvern.kernels.cpu.weights import PackedMatrix, StoredMatrix, pack, quantized, vector
 from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
@@ -96,10 +97,16 @@ class NativeOps:
         self._step = abi.Step()
         self._alive: dict[object, object] = {}  # what the step points to
         self._recording: list[Entry] | None = None
+        self.profile: Profile | None = None
 
     def reserve(self, num_tokens: int, num_rows: int) -> None:
         """The most tokens of a step, and the most rows of logits. Before the first step."""
         self._capacity = {abi.TOKENS: num_tokens, abi.LOGIT_ROWS: num_rows}
+
+    def start_profile(self) -> Profile:
+        """Have all replays from now on timed, operation by operation."""
+        self.profile = Profile(self.engine)
+        return self.profile
 
     # Tapes
 
@@ -113,11 +120,17 @@ class NativeOps:
             self._recording = None
         return Tape(join(entries, output.buffer.span.serial), output, pieces=pieces)
 
-    def replay(self, tape: Tape, nanoseconds: NDArray[np.int64] | None = None) -> NativeTensor:
+    def replay(self, tape: Tape) -> NativeTensor:
         """Compute a tape for the step as it is set now. Its output is the same tensor each time."""
-        for piece in tape.pieces:
-            self.engine.run(piece, len(piece), self._step, nanoseconds.ctypes.data if nanoseconds is not None else None)
         output: NativeTensor = tape.output
+        if self.profile is None:
+            for piece in tape.pieces:
+                self.engine.run(piece, len(piece), self._step)
+            return output
+        times = [np.zeros(len(piece), dtype=np.int64) for piece in tape.pieces]
+        for piece, spent in zip(tape.pieces, times, strict=True):
+            self.engine.run(piece, len(piece), self._step, spent.ctypes.data)
+        self.profile.add(tape, np.concatenate(times), self._step)
         return output
 
     def set_inputs(self, *, token_ids: Int32 | None = None, rows: Int64 | None = None) -> None:

@@ -61,7 +61,7 @@ def pack(engine: NativeEngine, arena: Arena, matrix: StoredMatrix) -> PackedMatr
         # The kernels know bf16 panels by one name, whatever they were rounded from.
         packed_type = abi.WEIGHT_BF16 if kind in (_F32, abi.WEIGHT_F16) else kind
         columns = -(-matrix.columns // 32) * 32
-        segments.append(Segment(start, abi.PackedWeight(packed_type, columns, out, address)))
+        segments.append(Segment(start, abi.PackedWeight(packed_type, columns, out, address, size)))
         start += out
     return PackedMatrix(segments, matrix.num_rows, matrix.columns)
 
