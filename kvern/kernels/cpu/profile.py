@@ -1,6 +1,6 @@
 """Where a replay's time goes: by kind of operation, beside what the machine could do.
 
-Weights are read once a step by each product, so its bytes are the packed weight's; its operations are two per weight and
+Each product reads its weight once a step, so its bytes are the packed weight's; its operations are two per weight and
 row. Other kinds have their time only. The limit of reading is measured here, over memory that no cache holds.
 """
 
