@@ -89,6 +89,7 @@ def _append_tokens(state: SchedulerState, rows: Int32, tokens: Int32, counts: In
     """Append the sampled tokens, one column at a time, and look for a reason to stop after each, in the order EOS and
     stop ids, then length. `counts` is trimmed after the stop. Returns what stopped each row."""
     batch = state.batch
+    state.reservation.rows_grow()
     stopped = np.zeros(len(rows), dtype=np.int32)
     for column in range(tokens.shape[1]):
         now_rows, now_tokens, places = rows, tokens[:, 0], None

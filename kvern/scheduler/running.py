@@ -24,6 +24,7 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     batch, cache, size = state.batch, state.cache, state.config.block_size
     preempted_before = len(state.notices.preempted_rows)
     num_groups = len(cache.groups)
+    state.reservation.rows_grow()
     _drop_unreadable(state, pending)
     if np.count_nonzero(batch.shares_tail):
         pending = _own_tails(state, pending)

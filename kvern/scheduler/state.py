@@ -20,6 +20,7 @@ from kvern.request import Request, RequestStatus
 from kvern.scheduler.budget import SchedulingBudget
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
+from kvern.scheduler.reservation import Reservation
 from kvern.scheduler.running_batch import RunningBatch
 from kvern.scheduler.transfers import Transfers
 from kvern.scheduler.waiting_queue import WaitingQueue
@@ -89,6 +90,7 @@ class SchedulerState:
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
+        self.reservation = Reservation(self.batch, self.cache)
         self.encoder = EncoderCacheManager(config.encoder_budget, config.encoder_cache_size)
         self.waiting = WaitingQueue(self.rank)
         self.swapped = WaitingQueue(self.rank)
@@ -175,6 +177,7 @@ class SchedulerState:
         key, stop_ids = self.running_key(request), self.stop_ids(request)
         row = self.batch.insert(request, key, tables, num_computed, stop_ids)
         self.batch.num_published[row] = num_published
+        self.reservation.entered(row)
         self.notices.entered.append(row)
         if request.lora is not None:
             self.loras[request.lora] = self.loras.get(request.lora, 0) + 1
@@ -262,6 +265,7 @@ class SchedulerState:
                 mine = tables.ravel().tolist()
                 self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
             self._tell_nothing_more_of(request.row)
+            self.reservation.leaves(request.row)
             self.batch.remove(request.row)
             if not ended or not self.transfers.hold_for_sending(request, tables, num_computed):
                 self.cache.free(request, tables)
