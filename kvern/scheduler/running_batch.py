@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from kvern.request import Request
 from kvern.step import Int32
 
+Rows = NDArray[np.intp]  # what NumPy indexes with: it would convert any other kind at every use
+
 _NO_STOP = -1
 
 
@@ -51,7 +53,7 @@ class RunningBatch:
         self.stop_ids: Int32 = np.full((rows, 4), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
         self.ids: NDArray[np.object_] = np.empty(rows, dtype=object)  # request ids, for taking many at once
         self.requests: list[Request | None] = [None] * rows
-        self.order: Int32 = np.zeros(0, dtype=np.int32)
+        self.order: Rows = np.zeros(0, dtype=np.intp)
         self.keys: list[Any] = []  # sort keys of `order`
         self._key_of_row: list[Any] = [None] * rows
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -90,7 +92,7 @@ class RunningBatch:
         row = self._free_rows.pop()
         self.keys.insert(place, key)
         self._key_of_row[row] = key
-        self.order = np.insert(self.order, place, row)
+        self.order = np.concatenate([self.order[:place], [row], self.order[place:]])
         n = request.num_tokens
         self.token_ids[row, :n] = request.token_ids
         self.num_tokens[row] = self.num_at_entry[row] = n
@@ -132,7 +134,7 @@ class RunningBatch:
         self.shares_tail[row] = self.special[row] = False
         place = bisect_left(self.keys, self._key_of_row[row])
         del self.keys[place]
-        self.order = np.delete(self.order, place)
+        self.order = np.concatenate([self.order[:place], self.order[place + 1 :]])
         self._free_rows.append(row)
 
     def reorder(self, keys: list[Any]) -> None:
@@ -145,17 +147,17 @@ class RunningBatch:
 
     # ---- many rows at once
 
-    def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> tuple[Int32, Int32]:
+    def append_blocks(self, rows: Rows, counts: Int32, blocks: Int32) -> tuple[Rows, Rows]:
         """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order. Returns each
         block's row, and its place there."""
         owners = np.repeat(rows, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        index: Int32 = self.num_blocks[owners] + (np.arange(len(owners)) - first).astype(np.int32)
+        index: Rows = self.num_blocks[owners] + (np.arange(len(owners)) - first)
         self.block_table[:, owners, index] = blocks
         self.num_blocks[rows] += counts
         return owners, index
 
-    def append_tokens(self, rows: Int32, tokens: Int32) -> Int32:
+    def append_tokens(self, rows: Rows, tokens: Int32) -> Int32:
         """One sampled token to each of these rows. Returns how many they have now."""
         places = self.num_tokens[rows]
         self.token_ids[rows, places] = tokens

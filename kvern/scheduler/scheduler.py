@@ -34,6 +34,7 @@ from kvern.scheduler.batching import Phases, make_batching
 from kvern.scheduler.policies import make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.results import take_in
+from kvern.scheduler.running_batch import Rows
 from kvern.scheduler.state import Notices, PreemptionCosts, SchedulerState, SchedulerStats
 from kvern.scheduler.view import RequestView, view_of
 from kvern.step import Int32, ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, StepOutputs
@@ -155,12 +156,12 @@ class Scheduler:
 
     # ---- the plan, written down
 
-    def _write_down(self, rows: Int32, num_new: Int32) -> SchedulerOutput:
+    def _write_down(self, rows: Rows, num_new: Int32) -> SchedulerOutput:
         """rows: those that were in the batch before and compute something; num_new: how much."""
         state, batch, config, told = self.state, self.state.batch, self.config, self.state.notices
         if told.entered:  # forks among them are in `rows` already
             added = [row for row in told.entered if row not in rows and state.budget.by_row[row]]
-            rows = np.concatenate([rows, np.array(added, dtype=np.int32)])
+            rows = np.concatenate([rows, np.array(added, dtype=np.intp)])
             num_new = state.budget.by_row[rows]
         after, known = batch.num_computed[rows], batch.num_tokens[rows]
         if state.looks_ahead:
@@ -168,7 +169,7 @@ class Scheduler:
         tiers = told.tiers or _NO_MOVES
         output = SchedulerOutput(
             step_id=state.stats.steps,
-            rows=rows,
+            rows=rows.astype(np.int32),
             epochs=batch.epoch[rows],
             request_ids=batch.ids[rows].tolist(),
             num_computed=after - num_new,
@@ -197,7 +198,7 @@ class Scheduler:
         state.notices = Notices()
         state.transfers.untold = False
         if config.num_speculative_tokens:
-            self._write_drafts(output)
+            self._write_drafts(output, rows)
         if config.async_scheduling:
             sampling = rows[output.samples]
             batch.num_placeholders[sampling] += 1 + batch.num_drafts[sampling]
@@ -229,11 +230,11 @@ class Scheduler:
             stayed &= np.isin(rows, told.entered, invert=True)
         if np.count_nonzero(stayed) < len(rows):
             rows, places = rows[stayed], places[stayed]
-        return NewBlocks(rows, places, batch.block_table[:, rows, places])
+        return NewBlocks(rows.astype(np.int32), places.astype(np.int32), batch.block_table[:, rows, places])
 
-    def _write_drafts(self, output: SchedulerOutput) -> None:
+    def _write_drafts(self, output: SchedulerOutput, rows: Rows) -> None:
         """Drafts that found no room in the budget are dropped, the first ones are kept."""
-        batch, rows = self.state.batch, output.rows
+        batch = self.state.batch
         for row in rows[batch.num_drafts[rows] > 0].tolist():
             known, end = int(batch.num_tokens[row]), int(batch.num_computed[row])
             batch.num_drafts[row] = max(0, end - known)

@@ -21,10 +21,10 @@ from kvern.scheduler.budget import SchedulingBudget
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.reservation import Reservation
-from kvern.scheduler.running_batch import RunningBatch
+from kvern.scheduler.running_batch import Rows, RunningBatch
 from kvern.scheduler.transfers import Transfers
 from kvern.scheduler.waiting_queue import WaitingQueue
-from kvern.step import FinishedRequest, Int32
+from kvern.step import FinishedRequest
 
 if TYPE_CHECKING:
     from kvern.cache.connectors import SchedulerConnector
@@ -60,7 +60,7 @@ class Notices:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    placed: list[tuple[Int32, Int32]] = field(default_factory=list)  # (rows, places) of blocks new in their tables
+    placed: list[tuple[Rows, Rows]] = field(default_factory=list)  # (rows, places) of blocks new in their tables
     tiers: TierMoves | None = None
     entered: list[int] = field(default_factory=list)  # rows whose occupant the executor does not know
 
@@ -408,7 +408,7 @@ class SchedulerState:
             f"a request with {num_tokens} tokens does not fit or cannot grow in it"
         )
 
-    def publish(self, rows: Int32) -> None:
+    def publish(self, rows: Rows) -> None:
         """Make the blocks hittable that these rows fill in this step. Only final tokens count, never drafts."""
         if not self.config.enable_prefix_caching:
             return
