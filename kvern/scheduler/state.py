@@ -420,11 +420,9 @@ class SchedulerState:
         rows, first, end = rows[fills], published[fills], final[fills] // size
         batch.num_published[rows] = end
         requests = [batch.request_at(row) for row in rows.tolist()]
-        one_each = len(rows) > 1 and bool((end == first + 1).all())
-        if one_each and all(len(r.block_hashes) >= i for r, i in zip(requests, first.tolist(), strict=True)):
-            tokens = batch.token_ids[rows[:, None], first[:, None] * size + np.arange(size)]
+        if len(rows) > 1 and (end == first + 1).all():
             blocks = batch.block_table[:, rows, first]
-            self.cache.publish_next(requests, first.tolist(), tokens, blocks, rows.tolist())
+            self.cache.publish_next(requests, first, batch.token_ids, blocks, rows)
             return
         for request, start, stop in zip(requests, first.tolist(), end.tolist(), strict=True):
             blocks = batch.block_table[:, request.row, start:stop]
