@@ -50,12 +50,13 @@ class RunningBatch:
         self.special: NDArray[np.bool_] = column(np.bool_)  # needs a look of its own in each step: it has images
         self.epoch: NDArray[np.int64] = column(np.int64)
         self.epoch.fill(-1)
-        self.stop_ids: Int32 = np.full((rows, 4), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
+        self.stop_ids: Int32 = np.full((rows, 1), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
         self.ids: NDArray[np.object_] = np.empty(rows, dtype=object)  # request ids, for taking many at once
         self.requests: list[Request | None] = [None] * rows
         self.order: Rows = np.zeros(0, dtype=np.intp)
         self.keys: list[Any] = []  # sort keys of `order`
         self._key_of_row: list[Any] = [None] * rows
+        self._ids_in_order: tuple[Rows, list[str]] = (self.order, [])
         self._free_rows = list(range(rows - 1, -1, -1))
         self.next_epoch = 0
 
@@ -73,6 +74,14 @@ class RunningBatch:
 
     def requests_in_order(self) -> list[Request]:
         return [self.request_at(row) for row in self.order.tolist()]
+
+    def ids_of(self, rows: Rows) -> list[str]:
+        """Their requests' ids, not to be modified: those of all that run are taken once for each `order`."""
+        if rows is not self.order:
+            return self.ids[rows].tolist()  # type: ignore[no-any-return]
+        if self._ids_in_order[0] is not rows:
+            self._ids_in_order = (rows, self.ids[rows].tolist())
+        return self._ids_in_order[1]
 
     def tokens_of(self, row: int) -> Int32:
         """The known tokens of a row, as a view."""

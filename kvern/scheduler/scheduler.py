@@ -144,7 +144,7 @@ class Scheduler:
             computes &= batch.epoch[running] < first_new_epoch
         if np.count_nonzero(computes) < len(running):
             running, num_new = running[computes], num_new[computes]
-        output = self._write_down(running, num_new)
+        output = self._write_down(running, num_new, first_new_epoch)
         if state.policy.accounts:
             state.account(output.rows.tolist())
         state.stats.policy_errors = state.policy.num_errors
@@ -156,12 +156,14 @@ class Scheduler:
 
     # ---- the plan, written down
 
-    def _write_down(self, rows: Rows, num_new: Int32) -> SchedulerOutput:
-        """rows: those that were in the batch before and compute something; num_new: how much."""
+    def _write_down(self, rows: Rows, num_new: Int32, first_new_epoch: int) -> SchedulerOutput:
+        """rows: those that were in the batch before and compute something; num_new: how much. Who was admitted in this
+        step has first_new_epoch or a later one."""
         state, batch, config, told = self.state, self.state.batch, self.config, self.state.notices
-        if told.entered:  # forks among them are in `rows` already
-            added = [row for row in told.entered if row not in rows and state.budget.by_row[row]]
-            rows = np.concatenate([rows, np.array(added, dtype=np.intp)])
+        if told.entered:  # forks among them were in the batch before
+            entered = np.array(told.entered, dtype=np.intp)
+            added = entered[(batch.epoch[entered] >= first_new_epoch) & (state.budget.by_row[entered] > 0)]
+            rows = np.concatenate([rows, added])
             num_new = state.budget.by_row[rows]
         after, known = batch.num_computed[rows], batch.num_tokens[rows]
         if state.looks_ahead:
@@ -171,7 +173,7 @@ class Scheduler:
             step_id=state.stats.steps,
             rows=rows.astype(np.int32),
             epochs=batch.epoch[rows],
-            request_ids=batch.ids[rows].tolist(),
+            request_ids=batch.ids_of(rows),
             num_computed=after - num_new,
             num_new=num_new,
             samples=after >= known,
@@ -227,7 +229,9 @@ class Scheduler:
         rows, places = (np.concatenate(parts) for parts in zip(*told.placed, strict=True))
         stayed = batch.epoch[rows] >= 0
         if told.entered:
-            stayed &= np.isin(rows, told.entered, invert=True)
+            told_whole = np.zeros(self.config.max_num_seqs, dtype=np.bool_)
+            told_whole[told.entered] = True
+            stayed &= ~told_whole[rows]
         if np.count_nonzero(stayed) < len(rows):
             rows, places = rows[stayed], places[stayed]
         return NewBlocks(rows.astype(np.int32), places.astype(np.int32), batch.block_table[:, rows, places])
