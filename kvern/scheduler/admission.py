@@ -257,10 +257,9 @@ class Admission:
         if request.images:
             self.state.encoder.take(request.id, request.images, num_computed, num_new)
         row = self.state.enter(request, tables, num_computed, num_published)
-        rows = np.array([row], dtype=np.intp)
-        self.state.budget.take(rows, np.array([num_new], dtype=np.int32))
+        self.state.budget.take(np.array([row]), np.array([num_new], dtype=np.int32))
         self.state.batch.num_computed[row] += num_new
-        self.state.publish(rows)
+        self.state.publish_row(row)
 
     def _count_hit(self, request: Request, hit: CacheHit) -> None:
         """Once for each admission; lookups that led to none do not count."""

@@ -417,13 +417,20 @@ class SchedulerState:
         fills = (final >= (published + 1) * size).nonzero()[0]
         if not len(fills):
             return
-        rows, first, end = rows[fills], published[fills], final[fills] // size
-        batch.num_published[rows] = end
-        requests = [batch.request_at(row) for row in rows.tolist()]
-        if len(rows) > 1 and (end == first + 1).all():
-            blocks = batch.block_table[:, rows, first]
-            self.cache.publish_next(requests, first, batch.token_ids, blocks, rows)
-            return
-        for request, start, stop in zip(requests, first.tolist(), end.tolist(), strict=True):
-            blocks = batch.block_table[:, request.row, start:stop]
-            self.cache.publish(request, batch.token_ids[request.row], blocks, start, request.row)
+        rows, places = rows[fills], published[fills]
+        if len(rows) > 1 and (final[fills] // size == places + 1).all():
+            batch.num_published[rows] = places + 1
+            requests = [batch.request_at(row) for row in rows.tolist()]
+            self.cache.publish_next(requests, places, batch.token_ids, batch.block_table[:, rows, places], rows)
+        else:
+            for row in rows.tolist():
+                self.publish_row(row)
+
+    def publish_row(self, row: int) -> None:
+        """The same for one row, however many blocks it fills."""
+        batch, first = self.batch, int(self.batch.num_published[row])
+        end = min(int(batch.num_computed[row]), int(batch.num_tokens[row])) // self.config.block_size
+        if self.config.enable_prefix_caching and end > first:
+            batch.num_published[row] = end
+            blocks = batch.block_table[:, row, first:end]
+            self.cache.publish(batch.request_at(row), batch.token_ids[row], blocks, first, row)
