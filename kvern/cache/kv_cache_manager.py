@@ -312,7 +312,7 @@ class KVCacheManager:
         """Blocks [groups, n], each at its place of its request's tables, filled by its row in this step with tokens
         [n, block_size]."""
         insert, filled_by = self.index.insert, self._filled_by
-        if len(self.groups) == 1 and self.events is None:  # the same, for most cases, in half the time
+        if len(self.groups) == 1 and self.events is None:  # apart, since it is most cases and half the price
             for request, place, block, row in zip(requests, places, blocks[0].tolist(), rows, strict=False):
                 if block != NULL_BLOCK and insert(request.block_hashes[place], block):
                     filled_by[block] = row
