@@ -67,7 +67,7 @@ class SchedulerOutput:
     step_id: int
     rows: Int32  # [n]
     epochs: Int64  # [n] admission number of each row's occupant; a result counts only while it still matches
-    request_ids: list[str]  # [n]
+    request_ids: list[str]  # [n]; steps with the same rows share it, so it is not to be modified
     num_computed: Int32  # [n] tokens in the cache before this step: the first position to compute
     num_new: Int32  # [n] tokens to compute, drafts included
     samples: NDArray[np.bool_]  # [n] whether the row's last computed position yields a token

@@ -15,7 +15,6 @@ from kvern.cache.kv_cache_manager import CacheHit
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.scheduler.state import SchedulerState
 from kvern.scheduler.view import Explanation
-from kvern.step import Int32
 
 # How many requests one step looks past that cannot be admitted while others behind them may: bounds the walk.
 _MAX_PASSED_OVER = 32
@@ -224,19 +223,9 @@ class Admission:
     def _admissible_blocks(self) -> int:
         """Free blocks that are not spoken for: what admitted prompts still need is theirs, and while something runs
         the watermark stays free."""
-        rows, free = self.state.batch.order, self.state.cache.num_free_blocks
-        if not len(rows):
-            return free - self.state.transfers.reserved()
-        return free - int(self._reserved(rows).sum()) - self._watermark_blocks - self.state.transfers.reserved()
-
-    def _reserved(self, rows: Int32) -> Int32:
-        """Blocks each row may still take for the tokens it has."""
-        batch, cache = self.state.batch, self.state.cache
-        reserved = np.zeros(len(rows), dtype=np.int32)
-        for g, group in enumerate(cache.groups):
-            held = batch.num_blocks[rows] - batch.num_dropped[g, rows]
-            reserved += np.maximum(group.most_held(batch.num_tokens[rows], cache.chunk) - held, 0)
-        return reserved
+        state = self.state
+        free = state.cache.num_free_blocks - state.transfers.reserved()
+        return free - state.reservation.total() - self._watermark_blocks if len(state.batch) else free
 
     def _admit(self, request: Request, hit: CacheHit, num_new: int, now: float) -> None:
         state = self.state
@@ -268,10 +257,9 @@ class Admission:
         if request.images:
             self.state.encoder.take(request.id, request.images, num_computed, num_new)
         row = self.state.enter(request, tables, num_computed, num_published)
-        rows = np.array([row], dtype=np.int32)
-        self.state.budget.take(rows, np.array([num_new], dtype=np.int32))
+        self.state.budget.take(np.array([row]), np.array([num_new], dtype=np.int32))
         self.state.batch.num_computed[row] += num_new
-        self.state.publish(rows)
+        self.state.publish_row(row)
 
     def _count_hit(self, request: Request, hit: CacheHit) -> None:
         """Once for each admission; lookups that led to none do not count."""
@@ -364,7 +352,7 @@ class Admission:
         leaving: Counter[int] = Counter()  # block -> how many victims hold it
         for victim in victims:
             leaving.update(batch.tables_of(victim.row).ravel().tolist())
-            admissible += int(self._reserved(np.array([victim.row], dtype=np.int32))[0])
+            admissible += self.state.reservation.of(victim.row)
         for block, holders in leaving.items():
             # One that the waiting request wants is not gained: free, it would cost what it brings.
             if block != NULL_BLOCK and holders == cache.pool.ref_count[block] and block not in wanted:

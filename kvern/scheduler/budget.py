@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvern.scheduler.running_batch import Rows
 from kvern.step import Int32
 
 
@@ -31,7 +32,7 @@ class SchedulingBudget:
         cut: Int32 = np.clip(self.remaining - (ends - wanted), 0, wanted).astype(np.int32)
         return cut
 
-    def take(self, rows: Int32, counts: Int32) -> None:
+    def take(self, rows: Rows, counts: Int32) -> None:
         self.by_row[rows] = counts
         self.remaining -= int(np.add.reduce(counts))
         assert self.remaining >= 0, f"{-self.remaining} tokens more than the budget"

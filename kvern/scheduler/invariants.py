@@ -14,6 +14,7 @@ def check(state: SchedulerState, admission: Admission) -> None:
     """Raise AssertionError naming the first contradiction. Call between schedule() and update, or after it."""
     _check_batch(state)
     _check_blocks(state)
+    _check_reservation(state)
     _check_queue(state, admission)
 
 
@@ -64,6 +65,17 @@ def _check_blocks(state: SchedulerState) -> None:
     assert not set(free) & set(held), "a block is both free and held"
     for block, block_hash in index.items():
         assert index.get(block_hash) == block, f"block {block} and its hash point past each other"
+
+
+def _check_reservation(state: SchedulerState) -> None:
+    reserved = 0
+    for row in state.batch.order.tolist():
+        num_tokens, tables = int(state.batch.num_tokens[row]), state.batch.tables_of(row).tolist()
+        for group, table in zip(state.cache.groups, tables, strict=True):
+            held = len(table) - table.count(NULL_BLOCK)
+            reserved += max(0, group.most_held(num_tokens, state.cache.chunk) - held)
+    kept = state.reservation.total()
+    assert kept == reserved, f"{kept} blocks are reserved for running requests, which need {reserved}"
 
 
 def _check_queue(state: SchedulerState, admission: Admission) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvern.request import Request, RequestStatus
+from kvern.scheduler.running_batch import Rows
 from kvern.scheduler.state import SchedulerState
 from kvern.step import Int32, ModelRunnerOutput, SchedulerOutput, StepOutputs
 
@@ -22,7 +23,8 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     if result.lost:
         state.cache.forget_files([name for name, _ in result.lost])
         state.transfers.blocks_lost(output, [block for _, block in result.lost])
-    live = state.batch.epoch[output.rows] == output.epochs
+    rows: Rows = output.rows.astype(np.intp)
+    live = state.batch.epoch[rows] == output.epochs
     sampled = result.count > 0
     if result.errors:
         sampled &= ~np.isin(output.rows, list(result.errors))
@@ -33,11 +35,11 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
         _release_images(state, output, live)
     chosen = live & sampled
     if np.count_nonzero(chosen) == len(chosen):
-        ids, rows, tokens, counts = output.request_ids, output.rows, result.token_ids, result.count.copy()
+        ids, tokens, counts = output.request_ids, result.token_ids, result.count.copy()
     else:
         chosen = chosen.nonzero()[0]
         ids = [output.request_ids[i] for i in chosen.tolist()]
-        rows, tokens, counts = output.rows[chosen], result.token_ids[chosen], result.count[chosen]
+        rows, tokens, counts = rows[chosen], result.token_ids[chosen], result.count[chosen]
     if tokens.shape[1] > 1:
         counts = counts.copy()  # trimmed after a stop; it is the executor's otherwise
     stopped = _append_tokens(state, rows, tokens, counts)
@@ -85,10 +87,11 @@ def _live_index(state: SchedulerState, output: SchedulerOutput, row: int) -> int
     return i if state.batch.epoch[row] == output.epochs[i] else None
 
 
-def _append_tokens(state: SchedulerState, rows: Int32, tokens: Int32, counts: Int32) -> Int32:
+def _append_tokens(state: SchedulerState, rows: Rows, tokens: Int32, counts: Int32) -> Int32:
     """Append the sampled tokens, one column at a time, and look for a reason to stop after each, in the order EOS and
     stop ids, then length. `counts` is trimmed after the stop. Returns what stopped each row."""
     batch = state.batch
+    state.reservation.rows_grow()
     stopped = np.zeros(len(rows), dtype=np.int32)
     for column in range(tokens.shape[1]):
         now_rows, now_tokens, places = rows, tokens[:, 0], None
@@ -99,7 +102,7 @@ def _append_tokens(state: SchedulerState, rows: Int32, tokens: Int32, counts: In
             now_rows, now_tokens = rows[places], tokens[places, column]
         known = batch.append_tokens(now_rows, now_tokens)
         too_long = known >= batch.max_total[now_rows]
-        hits = batch.stop_ids[now_rows] == now_tokens[:, None]
+        hits = batch.stop_ids.take(now_rows, axis=0) == now_tokens[:, None]
         if np.count_nonzero(too_long) or np.count_nonzero(hits):
             hits[known < batch.min_total[now_rows]] = False
             why = np.where(too_long, _LENGTH, 0).astype(np.int32)

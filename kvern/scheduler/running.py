@@ -13,28 +13,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvern.request import RequestStatus
+from kvern.scheduler.running_batch import Rows
 from kvern.scheduler.state import SchedulerState
 from kvern.step import Int32
 
 NOBODY = -1
 
 
-def schedule_running(state: SchedulerState, pending: Int32) -> bool:
+def schedule_running(state: SchedulerState, pending: Rows) -> bool:
     """Hand out tokens and blocks to the rows `pending`. Returns whether somebody had to be preempted for it."""
     batch, cache, size = state.batch, state.cache, state.config.block_size
     preempted_before = len(state.notices.preempted_rows)
     num_groups = len(cache.groups)
+    state.reservation.rows_grow()
     _drop_unreadable(state, pending)
     if np.count_nonzero(batch.shares_tail):
         pending = _own_tails(state, pending)
     ordered = not state.policy.dynamic
     while len(pending):
         now = _together(state, pending)
-        wanted = _wanted(state, now)
+        computed = batch.num_computed[now]
+        wanted = _wanted(state, now, computed)
         grant = state.budget.cut(wanted)
         if batch.special[now[0]]:
             grant = _cut_before_image(state, int(now[0]), grant)
-        after = batch.num_computed[now] + grant
+        after = computed + grant
         grows = (after > batch.num_blocks[now] * size).nonzero()[0]  # places of those that need blocks
         served = len(now)
         if len(grows):
@@ -67,7 +70,7 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
     return len(state.notices.preempted_rows) > preempted_before
 
 
-def _forget_drafts(state: SchedulerState, rows: Int32) -> bool:
+def _forget_drafts(state: SchedulerState, rows: Rows) -> bool:
     """Blocks are short, and a guess is worth nobody's place. False if these rows have none; drafts of a step under way
     are not theirs to forget."""
     batch = state.batch
@@ -83,7 +86,7 @@ def _reach(need: Int32, grows: NDArray[np.intp], num_rows: int, num_free: int) -
     return int(grows[int(np.searchsorted(np.cumsum(need), num_free, side="right"))])
 
 
-def _together(state: SchedulerState, pending: Int32) -> Int32:
+def _together(state: SchedulerState, pending: Rows) -> Rows:
     """The rows, from the first on, that can be served in one go."""
     if not np.count_nonzero(state.batch.special):
         return pending
@@ -96,15 +99,15 @@ def _cut_before_image(state: SchedulerState, row: int, grant: Int32) -> Int32:
     return np.array([state.encoder.cut(images, start, int(grant[0]), state.budget.remaining)], dtype=np.int32)
 
 
-def _wanted(state: SchedulerState, rows: Int32) -> Int32:
-    """How many tokens each row could compute now, budget aside."""
+def _wanted(state: SchedulerState, rows: Rows, computed: Int32) -> Int32:
+    """How many tokens each row, with so many computed, could compute now, budget aside."""
     batch = state.batch
     wanted = batch.num_tokens[rows]
     if state.looks_ahead:
         wanted += batch.num_drafts[rows] + batch.num_placeholders[rows]
         # The last token a request may have is never computed: nothing comes after it.
         np.minimum(wanted, batch.max_total[rows] - 1, out=wanted)
-    wanted -= batch.num_computed[rows]
+    wanted -= computed
     if state.chunk_limit():
         np.minimum(wanted, state.chunk_limit(), out=wanted)
     if state.policy.caps:
@@ -113,7 +116,7 @@ def _wanted(state: SchedulerState, rows: Int32) -> Int32:
     return wanted
 
 
-def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
+def _drop_unreadable(state: SchedulerState, rows: Rows) -> None:
     if not any(group.drops for group in state.cache.groups):
         return
     batch, computed = state.batch, state.batch.num_computed[rows]
@@ -131,7 +134,7 @@ def _drop_unreadable(state: SchedulerState, rows: Int32) -> None:
             batch.num_dropped[g, row] = end
 
 
-def _own_tails(state: SchedulerState, rows: Int32) -> Int32:
+def _own_tails(state: SchedulerState, rows: Rows) -> Rows:
     """Copy-on-write. Returns the rows that can go on: making room for a copy may cost one its row."""
     batch = state.batch
     stuck = None
@@ -164,7 +167,7 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
     for g, block in shared():
         batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
         state.copy([(block, copy)])
-    state.notices.placed.append((np.array([row], dtype=np.int32), np.array([place], dtype=np.int32)))
+    state.notices.placed.append((np.array([row]), np.array([place])))
     return True
 
 

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from kvern.request import Request
 from kvern.step import Int32
 
+Rows = NDArray[np.intp]  # what NumPy indexes with: it would convert any other kind at every use
+
 _NO_STOP = -1
 
 
@@ -48,12 +50,13 @@ class RunningBatch:
         self.special: NDArray[np.bool_] = column(np.bool_)  # needs a look of its own in each step: it has images
         self.epoch: NDArray[np.int64] = column(np.int64)
         self.epoch.fill(-1)
-        self.stop_ids: Int32 = np.full((rows, 4), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
+        self.stop_ids: Int32 = np.full((rows, 1), _NO_STOP, dtype=np.int32)  # EOS and stop ids, widened on demand
         self.ids: NDArray[np.object_] = np.empty(rows, dtype=object)  # request ids, for taking many at once
         self.requests: list[Request | None] = [None] * rows
-        self.order: Int32 = np.zeros(0, dtype=np.int32)
+        self.order: Rows = np.zeros(0, dtype=np.intp)
         self.keys: list[Any] = []  # sort keys of `order`
         self._key_of_row: list[Any] = [None] * rows
+        self._ids_in_order: tuple[Rows, list[str]] = (self.order, [])
         self._free_rows = list(range(rows - 1, -1, -1))
         self.next_epoch = 0
 
@@ -71,6 +74,14 @@ class RunningBatch:
 
     def requests_in_order(self) -> list[Request]:
         return [self.request_at(row) for row in self.order.tolist()]
+
+    def ids_of(self, rows: Rows) -> list[str]:
+        """Their requests' ids, not to be modified: those of all that run are taken once for each `order`."""
+        if rows is not self.order:
+            return self.ids[rows].tolist()  # type: ignore[no-any-return]
+        if self._ids_in_order[0] is not rows:
+            self._ids_in_order = (rows, self.ids[rows].tolist())
+        return self._ids_in_order[1]
 
     def tokens_of(self, row: int) -> Int32:
         """The known tokens of a row, as a view."""
@@ -90,7 +101,7 @@ class RunningBatch:
         row = self._free_rows.pop()
         self.keys.insert(place, key)
         self._key_of_row[row] = key
-        self.order = np.insert(self.order, place, row)
+        self.order = np.concatenate([self.order[:place], [row], self.order[place:]])
         n = request.num_tokens
         self.token_ids[row, :n] = request.token_ids
         self.num_tokens[row] = self.num_at_entry[row] = n
@@ -132,7 +143,7 @@ class RunningBatch:
         self.shares_tail[row] = self.special[row] = False
         place = bisect_left(self.keys, self._key_of_row[row])
         del self.keys[place]
-        self.order = np.delete(self.order, place)
+        self.order = np.concatenate([self.order[:place], self.order[place + 1 :]])
         self._free_rows.append(row)
 
     def reorder(self, keys: list[Any]) -> None:
@@ -145,17 +156,17 @@ class RunningBatch:
 
     # ---- many rows at once
 
-    def append_blocks(self, rows: Int32, counts: Int32, blocks: Int32) -> tuple[Int32, Int32]:
+    def append_blocks(self, rows: Rows, counts: Int32, blocks: Int32) -> tuple[Rows, Rows]:
         """counts[i] further blocks to the tables of rows[i]; blocks: [groups, counts.sum()], in order. Returns each
         block's row, and its place there."""
         owners = np.repeat(rows, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        index: Int32 = self.num_blocks[owners] + (np.arange(len(owners)) - first).astype(np.int32)
+        index: Rows = self.num_blocks[owners] + (np.arange(len(owners)) - first)
         self.block_table[:, owners, index] = blocks
         self.num_blocks[rows] += counts
         return owners, index
 
-    def append_tokens(self, rows: Int32, tokens: Int32) -> Int32:
+    def append_tokens(self, rows: Rows, tokens: Int32) -> Int32:
         """One sampled token to each of these rows. Returns how many they have now."""
         places = self.num_tokens[rows]
         self.token_ids[rows, places] = tokens

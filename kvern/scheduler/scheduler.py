@@ -34,6 +34,7 @@ from kvern.scheduler.batching import Phases, make_batching
 from kvern.scheduler.policies import make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.results import take_in
+from kvern.scheduler.running_batch import Rows
 from kvern.scheduler.state import Notices, PreemptionCosts, SchedulerState, SchedulerStats
 from kvern.scheduler.view import RequestView, view_of
 from kvern.step import Int32, ModelRunnerOutput, NewBlocks, NewRequest, SchedulerOutput, StepOutputs
@@ -143,7 +144,7 @@ class Scheduler:
             computes &= batch.epoch[running] < first_new_epoch
         if np.count_nonzero(computes) < len(running):
             running, num_new = running[computes], num_new[computes]
-        output = self._write_down(running, num_new)
+        output = self._write_down(running, num_new, first_new_epoch)
         if state.policy.accounts:
             state.account(output.rows.tolist())
         state.stats.policy_errors = state.policy.num_errors
@@ -155,12 +156,14 @@ class Scheduler:
 
     # ---- the plan, written down
 
-    def _write_down(self, rows: Int32, num_new: Int32) -> SchedulerOutput:
-        """rows: those that were in the batch before and compute something; num_new: how much."""
+    def _write_down(self, rows: Rows, num_new: Int32, first_new_epoch: int) -> SchedulerOutput:
+        """rows: those that were in the batch before and compute something; num_new: how much. Who was admitted in this
+        step has first_new_epoch or a later one."""
         state, batch, config, told = self.state, self.state.batch, self.config, self.state.notices
-        if told.entered:  # forks among them are in `rows` already
-            added = [row for row in told.entered if row not in rows and state.budget.by_row[row]]
-            rows = np.concatenate([rows, np.array(added, dtype=np.int32)])
+        if told.entered:  # forks among them were in the batch before
+            entered = np.array(told.entered, dtype=np.intp)
+            added = entered[(batch.epoch[entered] >= first_new_epoch) & (state.budget.by_row[entered] > 0)]
+            rows = np.concatenate([rows, added])
             num_new = state.budget.by_row[rows]
         after, known = batch.num_computed[rows], batch.num_tokens[rows]
         if state.looks_ahead:
@@ -168,9 +171,9 @@ class Scheduler:
         tiers = told.tiers or _NO_MOVES
         output = SchedulerOutput(
             step_id=state.stats.steps,
-            rows=rows,
+            rows=rows.astype(np.int32),
             epochs=batch.epoch[rows],
-            request_ids=batch.ids[rows].tolist(),
+            request_ids=batch.ids_of(rows),
             num_computed=after - num_new,
             num_new=num_new,
             samples=after >= known,
@@ -197,7 +200,7 @@ class Scheduler:
         state.notices = Notices()
         state.transfers.untold = False
         if config.num_speculative_tokens:
-            self._write_drafts(output)
+            self._write_drafts(output, rows)
         if config.async_scheduling:
             sampling = rows[output.samples]
             batch.num_placeholders[sampling] += 1 + batch.num_drafts[sampling]
@@ -226,14 +229,16 @@ class Scheduler:
         rows, places = (np.concatenate(parts) for parts in zip(*told.placed, strict=True))
         stayed = batch.epoch[rows] >= 0
         if told.entered:
-            stayed &= np.isin(rows, told.entered, invert=True)
+            told_whole = np.zeros(self.config.max_num_seqs, dtype=np.bool_)
+            told_whole[told.entered] = True
+            stayed &= ~told_whole[rows]
         if np.count_nonzero(stayed) < len(rows):
             rows, places = rows[stayed], places[stayed]
-        return NewBlocks(rows, places, batch.block_table[:, rows, places])
+        return NewBlocks(rows.astype(np.int32), places.astype(np.int32), batch.block_table[:, rows, places])
 
-    def _write_drafts(self, output: SchedulerOutput) -> None:
+    def _write_drafts(self, output: SchedulerOutput, rows: Rows) -> None:
         """Drafts that found no room in the budget are dropped, the first ones are kept."""
-        batch, rows = self.state.batch, output.rows
+        batch = self.state.batch
         for row in rows[batch.num_drafts[rows] > 0].tolist():
             known, end = int(batch.num_tokens[row]), int(batch.num_computed[row])
             batch.num_drafts[row] = max(0, end - known)

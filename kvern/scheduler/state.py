@@ -20,10 +20,11 @@ from kvern.request import Request, RequestStatus
 from kvern.scheduler.budget import SchedulingBudget
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
-from kvern.scheduler.running_batch import RunningBatch
+from kvern.scheduler.reservation import Reservation
+from kvern.scheduler.running_batch import Rows, RunningBatch
 from kvern.scheduler.transfers import Transfers
 from kvern.scheduler.waiting_queue import WaitingQueue
-from kvern.step import FinishedRequest, Int32
+from kvern.step import FinishedRequest
 
 if TYPE_CHECKING:
     from kvern.cache.connectors import SchedulerConnector
@@ -59,7 +60,7 @@ class Notices:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
-    placed: list[tuple[Int32, Int32]] = field(default_factory=list)  # (rows, places) of blocks new in their tables
+    placed: list[tuple[Rows, Rows]] = field(default_factory=list)  # (rows, places) of blocks new in their tables
     tiers: TierMoves | None = None
     entered: list[int] = field(default_factory=list)  # rows whose occupant the executor does not know
 
@@ -89,6 +90,7 @@ class SchedulerState:
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
+        self.reservation = Reservation(self.batch, self.cache)
         self.encoder = EncoderCacheManager(config.encoder_budget, config.encoder_cache_size)
         self.waiting = WaitingQueue(self.rank)
         self.swapped = WaitingQueue(self.rank)
@@ -175,6 +177,7 @@ class SchedulerState:
         key, stop_ids = self.running_key(request), self.stop_ids(request)
         row = self.batch.insert(request, key, tables, num_computed, stop_ids)
         self.batch.num_published[row] = num_published
+        self.reservation.entered(row)
         self.notices.entered.append(row)
         if request.lora is not None:
             self.loras[request.lora] = self.loras.get(request.lora, 0) + 1
@@ -262,6 +265,7 @@ class SchedulerState:
                 mine = tables.ravel().tolist()
                 self.notices.copies = [copy for copy in self.notices.copies if copy[1] not in mine]
             self._tell_nothing_more_of(request.row)
+            self.reservation.leaves(request.row)
             self.batch.remove(request.row)
             if not ended or not self.transfers.hold_for_sending(request, tables, num_computed):
                 self.cache.free(request, tables)
@@ -404,7 +408,7 @@ class SchedulerState:
             f"a request with {num_tokens} tokens does not fit or cannot grow in it"
         )
 
-    def publish(self, rows: Int32) -> None:
+    def publish(self, rows: Rows) -> None:
         """Make the blocks hittable that these rows fill in this step. Only final tokens count, never drafts."""
         if not self.config.enable_prefix_caching:
             return
@@ -413,15 +417,20 @@ class SchedulerState:
         fills = (final >= (published + 1) * size).nonzero()[0]
         if not len(fills):
             return
-        rows, first, end = rows[fills], published[fills], final[fills] // size
-        batch.num_published[rows] = end
-        requests = [batch.request_at(row) for row in rows.tolist()]
-        one_each = len(rows) > 1 and bool((end == first + 1).all())
-        if one_each and all(len(r.block_hashes) >= i for r, i in zip(requests, first.tolist(), strict=True)):
-            tokens = batch.token_ids[rows[:, None], first[:, None] * size + np.arange(size)]
-            blocks = batch.block_table[:, rows, first]
-            self.cache.publish_next(requests, first.tolist(), tokens, blocks, rows.tolist())
-            return
-        for request, start, stop in zip(requests, first.tolist(), end.tolist(), strict=True):
-            blocks = batch.block_table[:, request.row, start:stop]
-            self.cache.publish(request, batch.token_ids[request.row], blocks, start, request.row)
+        rows, places = rows[fills], published[fills]
+        if len(rows) > 1 and (final[fills] // size == places + 1).all():
+            batch.num_published[rows] = places + 1
+            requests = [batch.request_at(row) for row in rows.tolist()]
+            self.cache.publish_next(requests, places, batch.token_ids, batch.block_table[:, rows, places], rows)
+        else:
+            for row in rows.tolist():
+                self.publish_row(row)
+
+    def publish_row(self, row: int) -> None:
+        """The same for one row, however many blocks it fills."""
+        batch, first = self.batch, int(self.batch.num_published[row])
+        end = min(int(batch.num_computed[row]), int(batch.num_tokens[row])) // self.config.block_size
+        if self.config.enable_prefix_caching and end > first:
+            batch.num_published[row] = end
+            blocks = batch.block_table[:, row, first:end]
+            self.cache.publish(batch.request_at(row), batch.token_ids[row], blocks, first, row)

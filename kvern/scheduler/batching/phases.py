@@ -9,8 +9,8 @@ import numpy as np
 from kvern.request import BlockedBy
 from kvern.scheduler.admission import Admission
 from kvern.scheduler.running import schedule_running
+from kvern.scheduler.running_batch import Rows
 from kvern.scheduler.state import SchedulerState
-from kvern.step import Int32
 
 
 class Phases:
@@ -19,15 +19,15 @@ class Phases:
         self.admission = admission
 
     @property
-    def running(self) -> Int32:
+    def running(self) -> Rows:
         return self.state.batch.order
 
-    def prefilling(self, rows: Int32) -> np.ndarray:
+    def prefilling(self, rows: Rows) -> np.ndarray:
         """Which of these rows are still computing tokens that they had when they entered the batch."""
         batch = self.state.batch
         return batch.num_computed[rows] < batch.num_at_entry[rows]
 
-    def run(self, rows: Int32) -> bool:
+    def run(self, rows: Rows) -> bool:
         """Hand tokens to these running rows and publish what they fill. Returns whether somebody was preempted."""
         preempted = schedule_running(self.state, rows)
         self.state.publish(rows)
