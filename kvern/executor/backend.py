@@ -74,7 +74,8 @@ def _reference(config: EngineConfig) -> Backend:
 
 
 def make_ops(backend: Backend, config: EngineConfig) -> Ops:
-    """The backend's ops. Native threads get a core each, of those this process may use, as far as they go."""
+    """The backend's ops. Native threads get a core each, of those this process may use, as far as they go. KVERN_ISA in
+    the environment forces an instruction set, to test or compare it."""
     threads = config.threads or usable_cores()
     if backend.kernels == "reference":
         return load_ops("reference", dtype=backend.dtype, threads=threads)
@@ -86,5 +87,6 @@ def make_ops(backend: Backend, config: EngineConfig) -> Ops:
         activations=config.activations,
         kv_dtype=backend.kv_dtype,
         quantize=config.quantize,
+        isa=os.environ.get("KVERN_ISA", ""),
         cpus=cores[:threads] if 1 < threads <= len(cores) else None,
     )

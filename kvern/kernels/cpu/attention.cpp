@@ -29,6 +29,7 @@
 // The scratch of a thread: its own workspace from the front; behind it slots for partials, which lie around the threads
 // (slot s in scratch[s % threads]).
 
+#include "attention_amx.h"
 #include "attention_bf16.h"
 #include "attention_int8.h"
 
@@ -36,12 +37,15 @@ namespace kvern {
 namespace KVERN_ISA {
 namespace {
 
+#if defined(__AMX_BF16__)
+using Bf16Kernels = Bf16Tiles;
+#else
+using Bf16Kernels = Bf16;
+#endif
+
 constexpr int kSharedRows = 48;      // at most, of segments put together
 constexpr int kSplitShare = 4;       // a tile above 1 / kSplitShare of a thread's share of the work is split
 constexpr int kMaxSplitTiles = 62;   // as many as the op's counter line has room for
-
-int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Segments [segment, segment + count): one, or several with one query token each whose first `shared` chunks are the same.
 struct Strand {
@@ -93,6 +97,7 @@ struct Workspace {
   float* state;
   uint8_t* copies;
   int64_t bytes;
+  int tile_rows;  // AMX only: what the tile registers are configured for
 };
 
 struct Context {
@@ -112,7 +117,7 @@ struct Context {
   int64_t position(int segment, int64_t query) const {
     return plan.context_len[segment] - plan.q_len[segment] + query;
   }
-  int64_t first_seen(int64_t position) const { return args.window > 0 ? max(0, position - args.window + 1) : 0; }
+  int64_t first_seen(int64_t position) const { return args.window > 0 ? larger(0, position - args.window + 1) : 0; }
   float* slot(int64_t index) const {
     return (float*)(step.scratch[index % threads] + work.bytes) + index / threads * slot_floats;
   }
@@ -139,6 +144,7 @@ Workspace lay_out(uint8_t* memory, int segments, int rows, int head_dim) {
   w.state = (float*)take(at, rows * row_bytes);
   w.copies = take(at, 2 * 32 * head_dim);
   w.bytes = at - memory;
+  w.tile_rows = 0;
   return w;
 }
 
@@ -146,12 +152,12 @@ Workspace lay_out(uint8_t* memory, int segments, int rows, int head_dim) {
 
 // How many whole chunks, from position 0 on, two decoding segments have in common.
 int64_t common_chunks(const Plan& plan, int a, int b) {
-  const int64_t tokens = min(plan.context_len[a], plan.context_len[b]) / kChunk * kChunk;
+  const int64_t tokens = smaller(plan.context_len[a], plan.context_len[b]) / kChunk * kChunk;
   const int32_t* left = plan.block_tables + a * plan.table_stride;
   const int32_t* right = plan.block_tables + b * plan.table_stride;
   int64_t equal = 0;
   while (equal * plan.block_size < tokens && left[equal] == right[equal]) equal++;
-  return min(equal * plan.block_size, tokens) / kChunk;
+  return smaller(equal * plan.block_size, tokens) / kChunk;
 }
 
 // Put together what follows segment `s`, as long as about as much is shared: a little that many share must not keep
@@ -163,7 +169,7 @@ void extend(const Context& c, Strand& s) {
   for (int next = s.segment + 1; next < plan.num_segments && s.count < most && plan.q_len[next] == 1; next++) {
     const int64_t common = common_chunks(plan, next - 1, next);
     if (common == 0 || (s.count > 1 && (common * 2 < s.shared || common > s.shared * 2))) return;
-    s.shared = (int)(s.count == 1 ? common : min(common, s.shared));
+    s.shared = (int)(s.count == 1 ? common : smaller(common, s.shared));
     s.count++;
   }
 }
@@ -209,8 +215,8 @@ bool number(Context& c, int64_t split_above) {
     if (tiles > kMaxSplitTiles - split_tiles || s.pieces > 65535) return false;
     split_tiles += (int)tiles;
     slots += tiles * s.pieces;
-    const int64_t queries = s.count > 1 ? s.count : min(c.plan.q_len[s.segment], c.tile_queries);
-    slot_rows = (int)max(slot_rows, queries * c.group);
+    const int64_t queries = s.count > 1 ? s.count : smaller(c.plan.q_len[s.segment], c.tile_queries);
+    slot_rows = (int)larger(slot_rows, queries * c.group);
   }
   c.slot_floats = (int64_t)slot_rows * c.row_floats();
   const int64_t room = ((int64_t)kScratchBytes - c.work.bytes) / (c.slot_floats * 4);
@@ -226,7 +232,7 @@ void make_schedule(Context& c) {
     segment += s.count;
   }
   // Fewer than `share * threads` tiles can be above this, so that they find room.
-  const int64_t share = min(kSplitShare, max(1, kMaxSplitTiles / c.threads));
+  const int64_t share = smaller(kSplitShare, larger(1, kMaxSplitTiles / c.threads));
   const int64_t none = total_weight;
   if (c.threads == 1 || !number(c, total_weight / (share * c.threads))) number(c, none);
 }
@@ -241,7 +247,7 @@ bool find_unit(const Context& c, int64_t index, int& strand, Unit* unit) {
     // Head by head, so that a head's keys and values stay in the cache; the longest tiles first.
     const int tile = (int)(s.split ? at / s.pieces : at);
     const int query = (s.tiles - 1 - tile % s.tiles) * c.tile_queries;
-    const int queries = s.count > 1 ? s.count : (int)min(c.tile_queries, c.plan.q_len[s.segment] - query);
+    const int queries = s.count > 1 ? s.count : (int)smaller(c.tile_queries, c.plan.q_len[s.segment] - query);
     unit->tile = {&s, tile / s.tiles, query, queries};
     unit->piece = s.split ? (int)(at % s.pieces) : 0;
     unit->pieces = s.split ? 1 : s.pieces;
@@ -276,7 +282,7 @@ Range seen_by(const Context& c, const Tile& tile, const Piece& piece) {
   const bool several = tile.strand->count > 1;
   const int64_t first = c.position(piece.segment, several ? 0 : tile.query);
   const int64_t last = several ? first : c.position(piece.segment, tile.query + tile.queries - 1);
-  return {max(c.first_seen(first), piece.chunk * kChunk), min(last + 1, (piece.chunk + 1) * kChunk)};
+  return {larger(c.first_seen(first), piece.chunk * kChunk), smaller(last + 1, (piece.chunk + 1) * kChunk)};
 }
 
 // The piece's pages; none if none of its tokens is seen.
@@ -298,7 +304,7 @@ void list_pages(const Context& c, const Tile& tile, const Piece& piece, Pages* p
       block++;
     }
   }
-  for (int i = 0; i < 8; i++) pages->keys[pages->count + i] = pages->keys[pages->count - 1];
+  for (int i = 0; i < 3; i++) pages->keys[pages->count + i] = pages->keys[pages->count - 1];
 }
 
 // What a row of the tile sees of these pages; empty if nothing.
@@ -308,58 +314,17 @@ Seen seen_by_row(const Context& c, const Tile& tile, const Pages& pages, int row
   const int64_t position =
       several ? c.position(tile.strand->segment + query, 0) : c.position(tile.strand->segment, tile.query + query);
   const int64_t tokens = pages.count * kPage;
-  const int64_t begin = max(0, c.first_seen(position) - pages.first_token);
-  return {(int)min(begin, tokens), (int)max(0, min(position + 1 - pages.first_token, tokens))};
+  const int64_t begin = larger(0, c.first_seen(position) - pages.first_token);
+  return {(int)smaller(begin, tokens), (int)larger(0, smaller(position + 1 - pages.first_token, tokens))};
 }
 
 // ---- Computing
-
-using ScoresKernel = void (*)(const Block&, int row);
-using ValuesKernel = void (*)(const Block&, int row, int vector, float* partial);
-
-template <class F, int R>
-constexpr ScoresKernel scores_kernel() {
-  if constexpr (R <= F::kScoreRows)
-    return F::template scores<R>;
-  else
-    return nullptr;
-}
-template <class F, int R, int N>
-constexpr ValuesKernel values_kernel() {
-  if constexpr (R <= F::kValueRows && N <= F::kValueVectors)
-    return F::template values<R, N>;
-  else
-    return nullptr;
-}
-
-template <class F>
-struct Tables {
-  static constexpr ScoresKernel scores[12] = {
-      scores_kernel<F, 1>(), scores_kernel<F, 2>(),  scores_kernel<F, 3>(),  scores_kernel<F, 4>(),
-      scores_kernel<F, 5>(), scores_kernel<F, 6>(),  scores_kernel<F, 7>(),  scores_kernel<F, 8>(),
-      scores_kernel<F, 9>(), scores_kernel<F, 10>(), scores_kernel<F, 11>(), scores_kernel<F, 12>()};
-#define KVERN_ROW(R) \
-  { values_kernel<F, R, 1>(), values_kernel<F, R, 2>(), values_kernel<F, R, 3>(), values_kernel<F, R, 4>() }
-  static constexpr ValuesKernel values[6][4] = {KVERN_ROW(1), KVERN_ROW(2), KVERN_ROW(3),
-                                                KVERN_ROW(4), KVERN_ROW(5), KVERN_ROW(6)};
-#undef KVERN_ROW
-};
-
-// `rows` cut evenly into as few parts as hold `most` each: the size of the part that starts at `row`.
-int part(int row, int rows, int most) {
-  const int parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
-  return (int)min(size, rows - row);
-}
 
 // Partials of the `rows` rows of a block, `row` being the first one in the tile.
 template <class F>
 void compute_block(const Context& c, const Tile& tile, const Pages& pages, const Block& b, int row, int rows,
                    float* partials) {
-  for (int r = 0; r < rows;) {
-    const int n = part(r, rows, F::kScoreRows);
-    Tables<F>::scores[n - 1](b, r);
-    r += n;
-  }
+  F::scores(b, rows);
   for (int r = 0; r < rows; r++) {
     float* partial = partials + r * c.row_floats();
     const Seen seen = seen_by_row(c, tile, pages, row + r);
@@ -370,32 +335,25 @@ void compute_block(const Context& c, const Tile& tile, const Pages& pages, const
       largest(partial, b.head_dim) = kNothing;
     }
   }
-  const int vectors = b.head_dim / kLanes;
-  for (int v = 0; v < vectors;) {
-    const int width = (int)min(F::kValueVectors, vectors - v);
-    for (int r = 0; r < rows;) {
-      const int n = part(r, rows, F::kValueRows);
-      Tables<F>::values[n - 1][width - 1](b, r, v, partials + r * c.row_floats());
-      r += n;
-    }
-    v += width;
-  }
+  F::values(b, rows, partials);
 }
 
+// Values that are multiplied are those of tokens some row sees, or a later token of the same context: never what lies left
+// of a window or past the context's end, which is replaced by 0 in a copy of the page.
 template <class F>
-void point_at_values(const Context& c, const Range& seen, const Pages& pages, const Pages& next, Block* b) {
+void point_at_values(const Context& c, const Tile& tile, const Piece& piece, const Pages& pages, const Pages& next,
+                     Block* b) {
   const int64_t offset = F::value_offset(b->head_dim);
   for (int i = 0; i < pages.count; i++) {
     b->values[i] = pages.keys[i] + offset;
     b->ahead[i] = i < next.count ? next.keys[i] : pages.keys[i];
   }
-  const int last = pages.count - 1;
-  const Seen part = {(int)(seen.begin - pages.first_token), (int)(seen.end - pages.first_token)};
-  if (part.begin > 0)
-    b->values[0] = F::clean_values(b->values[0], part, b->head_dim, c.work.copies);
-  if (part.end < pages.count * kPage && (last > 0 || part.begin == 0)) {
-    const Seen end = {(int)max(0, part.begin - last * kPage), part.end - last * kPage};
-    b->values[last] = F::clean_values(b->values[last], end, b->head_dim, c.work.copies + 32 * b->head_dim);
+  const int last = pages.count - 1, begin = (int)(seen_by(c, tile, piece).begin - pages.first_token);
+  const int64_t end = smaller(c.plan.context_len[piece.segment] - pages.first_token, pages.count * kPage);
+  if (begin > 0) b->values[0] = F::clean_values(b->values[0], {begin, (int)end}, b->head_dim, c.work.copies);
+  if (end < pages.count * kPage && (last > 0 || begin == 0)) {
+    const Seen part = {(int)larger(0, begin - last * kPage), (int)end - last * kPage};
+    b->values[last] = F::clean_values(b->values[last], part, b->head_dim, c.work.copies + 32 * b->head_dim);
   }
 }
 
@@ -413,7 +371,7 @@ void merge(float* state, float* partial, int head_dim) {
 
 // The partials of a piece: to `slot`, or merged into the rows' state if that is null.
 template <class F>
-void compute_piece(const Context& c, const Tile& tile, const Piece& piece, const Pages& pages, const Pages& next,
+void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages& pages, const Pages& next,
                    float* slot) {
   const int floats = c.row_floats(), head_dim = c.args.cache.head_dim;
   if (pages.count == 0) {
@@ -427,10 +385,12 @@ void compute_piece(const Context& c, const Tile& tile, const Piece& piece, const
   b.scores = c.work.scores;
   b.weights = c.work.weights;
   b.weight_scales = c.work.weight_scales;
-  point_at_values<F>(c, seen_by(c, tile, piece), pages, next, &b);
+  b.tile_rows = &c.work.tile_rows;
+  point_at_values<F>(c, tile, piece, pages, next, &b);
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
     float* partials = slot ? slot + r * floats : c.work.partial;
+    b.fetch = r == 0 && tile.strand->tiles == 1;  // else they were used just before
     b.queries = c.work.queries + (int64_t)row * kQueryStride;
     b.query_scales = c.work.query_scales + row;
     compute_block<F>(c, tile, pages, b, row, n, partials);
@@ -488,7 +448,7 @@ void merge_slots(const Context& c, const Unit& unit) {
 
 // `next` is the unit that comes after this one, or null: its first keys are fetched at the end.
 template <class F>
-void compute_unit(const Context& c, const Unit& unit, const Unit* next) {
+void compute_unit(Context& c, const Unit& unit, const Unit* next) {
   const Tile& tile = unit.tile;
   const bool split = unit.split_tile >= 0;
   Pages pages[2];
@@ -529,6 +489,7 @@ void run(Context& c) {
     compute_unit<F>(c, *now, more ? next : nullptr);
     turn ^= 1;
   }
+  F::finish(&c.work.tile_rows);
 }
 
 }  // namespace
@@ -538,20 +499,20 @@ void attention(const Op& op, const Step& step, int thread, int threads) {
   const Plan& plan = step.plans[args.plan];
   const int group = args.heads / args.cache.kv_heads, head_dim = args.cache.head_dim;
   const bool int8 = args.cache.type == kKVInt8;
-  const int tile_queries = (int)max(1, kBlockRows / group), max_rows = (int)max(kSharedRows, tile_queries * group);
+  const int tile_queries = (int)larger(1, kBlockRows / group), max_rows = (int)larger(kSharedRows, tile_queries * group);
   Context c = {args,
                step,
                plan,
                threads,
                group,
                tile_queries,
-               int8 ? Int8::head_bytes(head_dim) : Bf16::head_bytes(head_dim),
+               int8 ? Int8::head_bytes(head_dim) : Bf16Cache::head_bytes(head_dim),
                lay_out(step.scratch[thread], plan.num_segments, max_rows, head_dim),
                0,
                0,
                step.counters[op.counter]};
   make_schedule(c);
-  int8 ? run<Int8>(c) : run<Bf16>(c);
+  int8 ? run<Int8>(c) : run<Bf16Kernels>(c);
 }
 
 }  // namespace KVERN_ISA

@@ -13,7 +13,11 @@ constexpr int kPage = 16;
 constexpr int kChunkPages = 16;
 constexpr int kChunk = kPage * kChunkPages;
 constexpr int kMaxHeadDim = 1024;
+#if defined(__AMX_BF16__)
+constexpr int kBlockRows = 16;
+#else
 constexpr int kBlockRows = 12;
+#endif
 
 // Distances between rows are constants, so that the kernels' addresses are; odd numbers of cache lines, so that the rows
 // of a block do not compete for the same sets of the cache.
@@ -32,14 +36,14 @@ struct QueryScale {
 struct Pages {
   int64_t first_token;
   int count;
-  const uint8_t* keys[kChunkPages + 8];  // filled up by the last
+  const uint8_t* keys[kChunkPages + 3];  // filled up by the last
 };
 
 // Up to kBlockRows rows and the pages they are computed against.
 struct Block {
   int head_dim;
   int pages;
-  const uint8_t* const* keys;           // pages; 8 more may be looked at
+  const uint8_t* const* keys;           // pages, and 3 more to fill up a group of 4
   const uint8_t* values[kChunkPages];   // the value part of the pages, or a copy of it
   const uint8_t* ahead[kChunkPages];    // pages whose keys are read next
   const uint8_t* queries;               // kQueryStride apart
@@ -47,6 +51,8 @@ struct Block {
   float* scores;                        // kScoreStride apart
   uint8_t* weights;                     // kWeightStride apart
   float* weight_scales;                 // int8 only
+  bool fetch;                           // AMX only: keys and values may be far away
+  int* tile_rows;                       // AMX only: what the tile registers are configured for
 };
 
 // What a row has of one chunk, or of all chunks up to one: head_dim sums of weight * value, then the largest score and
@@ -54,6 +60,15 @@ struct Block {
 KVERN_INLINE int partial_floats(int head_dim) { return head_dim + 16; }
 KVERN_INLINE float& largest(float* partial, int head_dim) { return partial[head_dim]; }
 KVERN_INLINE float& total(float* partial, int head_dim) { return partial[head_dim + 1]; }
+
+KVERN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+KVERN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// `rows` cut evenly into as few parts as hold `most` each: the size of the part that starts at `row`.
+KVERN_INLINE int part(int row, int rows, int most) {
+  const int parts = (rows + most - 1) / most, size = (rows + parts - 1) / parts;
+  return (int)smaller(size, rows - row);
+}
 
 constexpr float kNothing = -__builtin_inff();
 
@@ -97,6 +112,62 @@ KVERN_INLINE float mask_scores(float* scores, Seen seen) {
   for (int p = first_page(seen); p < end_page(seen); p++)
     for (int v = 0; v < kParts; v++) top[v] = larger(load<Floats>(scores + p * kPage + v * kWide), top[v]);
   return max(together(top));
+}
+
+// ---- Kernels for a number of rows that is known to the compiler, by table
+
+using ScoresKernel = void (*)(const Block&, int row);
+using ValuesKernel = void (*)(const Block&, int row, int vector, float* partial);
+
+template <class F, int R>
+constexpr ScoresKernel scores_kernel() {
+  if constexpr (R <= F::kScoreRows)
+    return F::template score_rows<R>;
+  else
+    return nullptr;
+}
+template <class F, int R, int N>
+constexpr ValuesKernel values_kernel() {
+  if constexpr (R <= F::kValueRows && N <= F::kValueVectors)
+    return F::template sum_values<R, N>;
+  else
+    return nullptr;
+}
+
+template <class F>
+struct Tables {
+  static constexpr ScoresKernel scores[12] = {
+      scores_kernel<F, 1>(), scores_kernel<F, 2>(),  scores_kernel<F, 3>(),  scores_kernel<F, 4>(),
+      scores_kernel<F, 5>(), scores_kernel<F, 6>(),  scores_kernel<F, 7>(),  scores_kernel<F, 8>(),
+      scores_kernel<F, 9>(), scores_kernel<F, 10>(), scores_kernel<F, 11>(), scores_kernel<F, 12>()};
+#define KVERN_ROW(R) \
+  { values_kernel<F, R, 1>(), values_kernel<F, R, 2>(), values_kernel<F, R, 3>(), values_kernel<F, R, 4>() }
+  static constexpr ValuesKernel values[6][4] = {KVERN_ROW(1), KVERN_ROW(2), KVERN_ROW(3),
+                                                KVERN_ROW(4), KVERN_ROW(5), KVERN_ROW(6)};
+#undef KVERN_ROW
+};
+
+// All rows of the block, over all of its pages.
+template <class F>
+void all_scores(const Block& b, int rows) {
+  for (int r = 0; r < rows;) {
+    const int n = part(r, rows, F::kScoreRows);
+    Tables<F>::scores[n - 1](b, r);
+    r += n;
+  }
+}
+template <class F>
+void all_values(const Block& b, int rows, float* partials) {
+  const int vectors = b.head_dim / kLanes;
+  for (int v = 0; v < vectors;) {
+    const int width = (int)smaller(F::kValueVectors, vectors - v);
+    for (int r = 0; r < rows;) {
+      const int n = part(r, rows, F::kValueRows);
+      Tables<F>::values[n - 1][width - 1](b, r, v, partials + r * partial_floats(b.head_dim));
+      r += n;
+    }
+    v += width;
+  }
 }
 
 }  // namespace

@@ -19,15 +19,8 @@ namespace kvern {
 namespace KVERN_ISA {
 namespace {
 
-struct Bf16 {
-#if defined(__AVX512F__)
-  static constexpr int kScoreRows = 12, kValueRows = 6, kValueVectors = 4;
-  static constexpr int pages_at_once(int rows) { return rows <= 6 ? 4 : 2; }
-#else
-  static constexpr int kScoreRows = kParts == 2 ? 4 : 2, kValueRows = kScoreRows, kValueVectors = 1;
-  static constexpr int pages_at_once(int) { return 1; }
-#endif
-
+// What does not depend on how the products are computed.
+struct Bf16Cache {
   static int64_t head_bytes(int head_dim) { return 64 * head_dim; }
   static int64_t value_offset(int head_dim) { return 32 * head_dim; }
 
@@ -46,47 +39,6 @@ struct Bf16 {
       }
     }
     return copy;
-  }
-
-  template <int R>
-  static void scores(const Block& b, int row) {
-    constexpr int P = pages_at_once(R), V = P * kParts;
-    const int64_t values = value_offset(b.head_dim);
-    float* out = b.scores + row * kScoreStride;
-    for (int page = 0; page < b.pages; page += P) {
-      const uint8_t* k[P];
-      const uint8_t* later[P];
-      for (int p = 0; p < P; p++) {
-        k[p] = b.keys[page + p];
-        later[p] = b.keys[page + P + p];
-      }
-      Floats acc[R][V];
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) acc[r][v] = Floats{};
-      const uint8_t* q = b.queries + row * kQueryStride;
-      for (int64_t d = 0; d < b.head_dim * 32; d += 64, q += 4) {
-        Halves keys[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-          keys[v] = load<Halves>(k[v / kParts] + v % kParts * kRegisterBytes + d);
-          if (v % kParts) continue;
-          prefetch(k[v / kParts] + values + d);
-          prefetch(later[v / kParts] + d);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          const Halves pair = (Halves)broadcast_int(q + r * kQueryStride);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], keys[v], pair);
-        }
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) store(out + r * kScoreStride + page * kPage + v * kWide, acc[r][v]);
-    }
   }
 
   // Scores to weights, rounded to bf16; the sum is that of the rounded ones, so that the result is a true average.
@@ -111,9 +63,54 @@ struct Bf16 {
   }
 
   static void weigh_nothing(const Block& b, int row) { memset(b.weights + row * kWeightStride, 0, b.pages * 32); }
+};
+
+struct Bf16 : Bf16Cache {
+#if defined(__AVX512F__)
+  static constexpr int kScoreRows = 12, kValueRows = 6, kValueVectors = 4;
+  static constexpr int pages_at_once(int rows) { return rows <= 6 ? 4 : 2; }
+#else
+  static constexpr int kScoreRows = kParts == 2 ? 4 : 2, kValueRows = kScoreRows, kValueVectors = 1;
+  static constexpr int pages_at_once(int) { return 1; }
+#endif
+
+  template <int R>
+  static void score_rows(const Block& b, int row) {
+    constexpr int P = pages_at_once(R), V = P * kParts;
+    const int64_t values = value_offset(b.head_dim);
+    float* out = b.scores + row * kScoreStride;
+    for (int page = 0; page < b.pages; page += P) {
+      const uint8_t* k[P];
+      for (int p = 0; p < P; p++) k[p] = b.keys[page + p];
+      Floats acc[R][V];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[r][v] = Floats{};
+      const uint8_t* q = b.queries + row * kQueryStride;
+      for (int64_t d = 0; d < b.head_dim * 32; d += 64, q += 4) {
+        Halves keys[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+          keys[v] = load<Halves>(k[v / kParts] + v % kParts * kRegisterBytes + d);
+          if (v % kParts == 0) prefetch(k[v / kParts] + values + d);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+          const Halves pair = (Halves)broadcast_int(q + r * kQueryStride);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], keys[v], pair);
+        }
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store(out + r * kScoreStride + page * kPage + v * kWide, acc[r][v]);
+    }
+  }
 
   template <int R, int N>
-  static void values(const Block& b, int row, int vector, float* partial) {
+  static void sum_values(const Block& b, int row, int vector, float* partial) {
     constexpr int V = N * kParts;
     const int64_t line = b.head_dim * 4;
     const uint8_t* w = b.weights + row * kWeightStride;
@@ -146,6 +143,10 @@ struct Bf16 {
       for (int v = 0; v < V; v++)
         store(partial + r * partial_floats(b.head_dim) + vector * kLanes + v * kWide, acc[r][v]);
   }
+
+  static void scores(const Block& b, int rows) { all_scores<Bf16>(b, rows); }
+  static void values(const Block& b, int rows, float* partials) { all_values<Bf16>(b, rows, partials); }
+  static void finish(int*) {}
 };
 
 }  // namespace

@@ -64,19 +64,13 @@ struct Int8 {
   static const uint8_t* clean_values(const uint8_t* values, Seen, int, uint8_t*) { return values; }
 
   template <int R>
-  static void scores(const Block& b, int row) {
+  static void score_rows(const Block& b, int row) {
     constexpr int P = pages_at_once(R), V = P * kParts;
     const int64_t values = value_offset(b.head_dim), scales = 32 * b.head_dim;
     float* out = b.scores + row * kScoreStride;
     for (int page = 0; page < b.pages; page += P) {
       const uint8_t* k[P];
-      const uint8_t* later[P];
-      for (int p = 0; p < P; p++) {
-        k[p] = b.keys[page + p];
-        later[p] = b.keys[page + P + p];
-        prefetch(later[p] + scales);
-        prefetch(later[p] + scales + 64);
-      }
+      for (int p = 0; p < P; p++) k[p] = b.keys[page + p];
       Ints high[R][V], low[R][V];
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
@@ -91,9 +85,7 @@ struct Int8 {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           keys[v] = load<Bytes>(k[v / kParts] + v % kParts * kRegisterBytes + d);
-          if (v % kParts) continue;
-          prefetch(k[v / kParts] + values + d);
-          prefetch(later[v / kParts] + d);
+          if (v % kParts == 0) prefetch(k[v / kParts] + values + d);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -157,7 +149,7 @@ struct Int8 {
   }
 
   template <int R, int N>
-  static void values(const Block& b, int row, int vector, float* partial) {
+  static void sum_values(const Block& b, int row, int vector, float* partial) {
     constexpr int V = N * kParts;
     const int64_t line = b.head_dim * 4;
     const uint8_t* w = b.weights + row * kWeightStride;
@@ -169,6 +161,8 @@ struct Int8 {
     for (int page = 0; page < b.pages; page++) {
       const uint8_t* at = b.values[page] + vector * 64;
       const uint8_t* ahead = b.ahead[page] + vector * 64;
+      if (vector == 0) prefetch(b.ahead[page] + 32 * b.head_dim);
+      if (vector == 0) prefetch(b.ahead[page] + 32 * b.head_dim + 64);
       for (int t = 0; t < kPage / 4; t++, at += line, ahead += line, w += 4) {
         SignedBytes values[V];
 #pragma GCC unroll 4
@@ -195,6 +189,10 @@ struct Int8 {
         store(partial + r * partial_floats(b.head_dim) + vector * kLanes + v * kWide,
               whole(high[r][v], low[r][v]) * broadcast(b.weight_scales[row + r]));
   }
+
+  static void scores(const Block& b, int rows) { all_scores<Int8>(b, rows); }
+  static void values(const Block& b, int rows, float* partials) { all_values<Int8>(b, rows, partials); }
+  static void finish(int*) {}
 };
 
 }  // namespace

@@ -58,25 +58,30 @@ KVERN_INLINE void store_some(float* p, F32 v, int64_t n) {
 
 KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
 
-// One row of sums, `y[panels * 16]`, to `out`.
-void finish_row(const Product& p, int64_t unit, int panels, int64_t row, const float* y) {
+// Sums y[rows][stride], of so many panels from `unit` on, to `out`.
+void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t rows, const float* y, int64_t stride) {
   const LinearArgs& a = p.args;
-  float* out = a.out.data + row * a.out.stride - p.origin;
-  const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride - p.origin : nullptr;
   const int64_t columns = p.half ? a.weight.out / 2 : a.weight.out;
-  for (int i = 0; i < panels; i += p.half ? 2 : 1) {
+  for (int i = 0; i < panels; i += p.half ? 2 : 1, y += (p.half ? 2 : 1) * kPanel) {
     const int64_t column = panel_index(p, unit, i) * kPanel;
     const int64_t n = least(columns - column, kPanel);
     if (n <= 0) return;
-    F32 v = load<F32>(y + i * kPanel);
-    if (a.bias) v += load_some(a.bias + column, n);
-    if (p.half) {
-      F32 b = load<F32>(y + (i + 1) * kPanel);
-      if (a.bias) b += load<F32>(a.bias + columns + column);
-      v = gated(a.gate, v, b);
+    // Halves are whole panels.
+    const F32 bias = a.bias ? load_some(a.bias + column, n) : F32{};
+    const F32 gate_bias = a.bias && p.half ? load<F32>(a.bias + columns + column) : F32{};
+    float* out = a.out.data + row * a.out.stride + column - p.origin;
+    const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + column : nullptr;
+    for (int64_t r = 0; r < rows; r++, out += a.out.stride) {
+      F32 v = load<F32>(y + r * stride);
+      if (a.bias) v += bias;
+      if (p.half) {
+        F32 b = load<F32>(y + r * stride + kPanel);
+        if (a.bias) b += gate_bias;
+        v = gated(a.gate, v, b);
+      }
+      if (residual) v += load_some(residual + r * a.residual.stride, n);
+      store_some(out, v, n);
     }
-    if (residual) v += load_some(residual + column, n);
-    store_some(out + column, v, n);
   }
 }
 
@@ -105,7 +110,7 @@ void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last
 // Point `t` at the panels of a group, prepared if need be.
 void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scratch, Tile& t) {
   for (int i = 0; i < m.panels; i++) {
-    // A kernel takes so many panels; where there are no more it gets the last one again, and `finish_row` drops it.
+    // A kernel takes so many panels; where there are no more it gets the last one again, and `finish` drops it.
     int64_t index = least(panel_index(p, unit, i), p.panels - 1);
     t.panels[i] = p.args.weight.panels + index * p.panel_bytes;
     if (m.prepare) {
@@ -151,8 +156,8 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       look_ahead(p, m, unit, i, tiles, t);
       m.kernels[t.rows - 1](t, y);
       const int panels = (int)least(m.panels, 2 * (p.last_unit - unit));
-      for (int64_t row = start; row < stop; row++)
-        finish_row(p, unit, panels, first + row, y + (row - from) * m.panels * kPanel);
+      const int64_t stride = m.panels * kPanel;
+      finish(p, unit, panels, first + start, stop - start, y + (start - from) * stride, stride);
     }
   }
 }
