@@ -1,4 +1,4 @@
-"""The KV cache as the scheduler sees it: look up, take, publish, give back, swap out and in.
+"""The KV cache as the scheduler sees it: look up, take, publish, give back. Swapping is in swap.py.
 
 Who owns what: the pools own free lists and reference counts, the index owns the hashes, the scheduler owns the block
 tables, one per group, all of one request equally long. A block in a table holds one reference. Order within a step:
@@ -28,6 +28,7 @@ from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Even
 from kvern.cache.eviction import EVICTION_POLICIES
 from kvern.cache.groups import make_group
 from kvern.cache.prefix_index import DIGEST_SIZE, PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
+from kvern.cache.swap import SwapSpace
 from kvern.cache.tiers import DiskTier, HostTier
 from kvern.request import Request
 
@@ -100,6 +101,7 @@ class KVCacheManager:
             self.pool = BlockPool(num_blocks, num_levels=self.eviction.num_levels)
         self.disk = DiskTier(disk_blocks) if disk_blocks and enable_prefix_caching else None
         self.host = HostTier(host_blocks, self._host_evicted) if host_blocks else None
+        self.swap = SwapSpace(self.pool, self.host, self.groups, block_size)
         self.moves = TierMoves()
         # The same hash means different blocks in different groups.
         self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
@@ -429,49 +431,6 @@ class KVCacheManager:
         for name in names:
             if self.disk is not None:
                 self.disk.forget(bytes.fromhex(name))
-
-    def can_swap_out(self, count: int) -> bool:
-        return self.host is not None and self.host.pool.num_free >= count
-
-    def swap_out(self, tables: NDArray[np.int32], num_blocks: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Host blocks for the first `num_blocks` blocks of device tables [groups, n]; callers have checked that there
-        is room. Returns the host tables and the moves (device block, host block). The device blocks are still held."""
-        assert self.host is not None
-        moves: list[tuple[int, int]] = []
-        host_tables = []
-        for table in tables[:, :num_blocks].tolist():
-            places = self.host.pool.allocate(len(table) - table.count(NULL_BLOCK))
-            moves += zip([block for block in table if block != NULL_BLOCK], places, strict=True)
-            host = iter(places)
-            host_tables.append([NULL_BLOCK if block == NULL_BLOCK else next(host) for block in table])
-        return host_tables, moves
-
-    def swap_in(self, host_tables: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Device tables for `num_tokens` tokens, of which the first blocks come from the host; callers have checked
-        that there is room. Returns them and the moves (host block, device block)."""
-        tables, moves = list[list[int]](), list[tuple[int, int]]()
-        for host_table in host_tables:
-            held = [block for block in host_table if block != NULL_BLOCK]
-            more = -(-num_tokens // self.block_size) - len(host_table)
-            blocks = self.pool.allocate(len(held) + more)
-            moves += zip(held, blocks, strict=False)
-            fresh = iter(blocks)
-            tables.append([NULL_BLOCK if block == NULL_BLOCK else next(fresh) for block in host_table] + list(fresh))
-        self.free_host(host_tables)
-        return tables, moves
-
-    def drop_host(self, host_tables: list[list[int]], num_computed: int) -> None:
-        """Let go of what no token from `num_computed` on will read."""
-        for group, table in zip(self.groups, host_tables, strict=True):
-            first = min(group.first_needed(num_computed), len(table))
-            self.free_host([table[:first]])
-            table[:first] = [NULL_BLOCK] * first
-
-    def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
-        """Let host blocks go. They are reused from the next step on, since a step's moves to the host come before its
-        moves from there."""
-        assert self.host is not None
-        self.host.leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
         root = self._root(request)

@@ -76,10 +76,12 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
         assert request.id in state.requests and request.row < 0, f"{who} waits and is not live"
         assert (request.status is RequestStatus.SWAPPED) == (request in state.swapped), f"{who} is in the wrong queue"
         assert admission.blocked_by(request) is not None, f"{who} waits without a reason"
-    held = sum(block != NULL_BLOCK for r in swapped for table in r.host_tables for block in table)
     host = state.cache.host
     if host is not None:
-        assert sum(host.pool.ref_count) == held + len(host.leaving), "host blocks are held by nobody, or twice"
+        held = Counter(block for r in swapped for table in r.host_tables for block in table if block != NULL_BLOCK)
+        held.update(host.leaving)
+        for block, count in enumerate(host.pool.ref_count):
+            assert count == held[block], f"host block {block} has {count} references, {held[block]} tables hold it"
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     state.encoder.check()
     if not state.requests and not state.transfers.under_way():

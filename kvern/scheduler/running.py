@@ -63,7 +63,8 @@ def schedule_running(state: SchedulerState, pending: Int32) -> bool:
                 state.notices.placed.append(placed)
         pending = pending[served:]
         if served < len(now):
-            pending = pending[pending != _make_room(state)]
+            row = _make_room(state)
+            pending = pending[(pending != row) & (batch.epoch[pending] >= 0)]  # it may have gone with siblings
     return len(state.notices.preempted_rows) > preempted_before
 
 
@@ -159,7 +160,7 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
         return [(g, block) for g, block in blocks if cache.pool.ref_count[block] > 1]
 
     while len(shared()) > cache.num_free_blocks:
-        if _make_room(state) == row:
+        if _make_room(state) == row or batch.requests[row] is None:
             return False
     for g, block in shared():
         batch.block_table[g, row, place] = copy = cache.copy_on_write(block)

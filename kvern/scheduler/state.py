@@ -17,6 +17,7 @@ from kvern.cache.encoder_cache import EncoderCacheManager
 from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
 from kvern.config import SchedulerConfig
 from kvern.request import Request, RequestStatus
+from kvern.scheduler import preemption
 from kvern.scheduler.budget import SchedulingBudget
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
@@ -157,7 +158,9 @@ class SchedulerState:
         limit, max_tokens = self.config.max_model_len, request.sampling.max_tokens
         request.max_total_tokens = limit if max_tokens is None else min(limit, request.num_prompt_tokens + max_tokens)
         self.requests[request.id] = request
+        request.group = request.serial
         if request.fork_of in self.requests:
+            request.group = self.requests[request.fork_of].group
             self.siblings.setdefault(request.fork_of, []).append(request)
         self.policy.on_arrival(request.info)
         error = self.never_fits(request)
@@ -182,47 +185,8 @@ class SchedulerState:
 
     def preempt(self, request: Request) -> None:
         """Running -> swapped or waiting, in front of its rank. Tokens are kept; the blocks' content is kept on the
-        host if the mode, and the room there, allow it."""
-        row, batch = request.row, self.batch
-        self.notices.preempted_rows.append(row)
-        self.notices.preempted_ids.append(request.id)
-        if self.planning:  # what was handed out in this step will not be computed
-            batch.num_computed[row] -= self.budget.by_row[row]
-            self.budget.give_back(row)
-        batch.num_computed[row] = min(batch.num_computed[row], batch.num_tokens[row])  # drafts may yet be rejected
-        self.cache.retract(row)
-        request.num_preemptions += 1
-        request.resumed = True
-        self.stats.preemptions += 1
-        num_computed = int(batch.num_computed[row])
-        if request.num_preemptions > self.config.max_preemptions:
-            error = f"preempted {request.num_preemptions} times, max_preemptions is {self.config.max_preemptions}"
-            self.end(request, RequestStatus.FINISHED_ERROR, error=error)
-        elif self._should_swap(row, num_computed):
-            held = -(-num_computed // self.config.block_size)
-            request.host_tables, moves = self.cache.swap_out(batch.tables_of(row), held)
-            self.notices.swap_out += moves
-            self.stats.swapped_out_blocks += len(moves)
-            self._leave(request)
-            request.status = RequestStatus.SWAPPED
-            self.swapped.add(request)
-        else:
-            self._leave(request)
-            request.status = RequestStatus.PREEMPTED
-            request.num_lost_tokens, request.num_computed_tokens = num_computed, 0
-            self.waiting.add(request)
-
-    def _should_swap(self, row: int, num_computed: int) -> bool:
-        if self.config.preemption == "recompute" or not num_computed:
-            return False
-        held = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
-        num_blocks = int(np.count_nonzero(held))
-        if not self.cache.can_swap_out(num_blocks) or not self.cache.holds_all(held, num_computed):
-            return False
-        if self.config.preemption == "swap":
-            return True
-        there_and_back = 2 * num_blocks * self.costs.copy_block
-        return 0.0 < there_and_back < num_computed * self.costs.compute_token
+        host if the mode, and the room there, allow it: then running siblings that share blocks go with it."""
+        preemption.preempt(self, request)
 
     def end(
         self, request: Request, status: RequestStatus, stop_reason: int | None = None, error: str | None = None
@@ -230,7 +194,7 @@ class SchedulerState:
         """The one place where a request stops being live."""
         if request.row >= 0:
             self.notices.finished_rows.append(request.row)
-        self._leave(request, ended=True)
+        self.leave(request, ended=True)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
         if request.id in self.siblings:
@@ -251,7 +215,7 @@ class SchedulerState:
                 sibling.fork_of = heir.id
             self.siblings[heir.id] = others
 
-    def _leave(self, request: Request, ended: bool = False) -> None:
+    def leave(self, request: Request, ended: bool = False) -> None:
         """Out of the batch or the queue, blocks given back; those of a request that has ended may still be sent."""
         self.cache.forget(request.id)  # a policy may have looked up anybody
         if request.row >= 0:
@@ -273,7 +237,7 @@ class SchedulerState:
             self.waiting.remove(request)
         elif request in self.swapped:
             self.swapped.remove(request)
-            self.cache.free_host(request.host_tables)
+            self.cache.swap.free(request.host_tables)
             request.host_tables = []
         elif request in self.transfers.arrived:
             self.transfers.arrived.remove(request)
@@ -293,11 +257,14 @@ class SchedulerState:
             self.notices.entered.append(row)
 
     def forget_host_copy(self, request: Request) -> None:
-        """A swapped request will be computed again instead of coming back; of others, nothing."""
-        if request.status is RequestStatus.SWAPPED:
-            self._leave(request)
-            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-            self.waiting.add(request)
+        """A swapped request, and those who may share its host blocks, will be computed again instead of coming back; of
+        others, nothing."""
+        if request.status is not RequestStatus.SWAPPED:
+            return
+        for other in [other for other in self.swapped if other.group == request.group]:
+            self.leave(other)
+            other.status, other.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.waiting.add(other)
 
     def _tell_nothing_more_of(self, row: int) -> None:
         told = self.notices
@@ -314,6 +281,7 @@ class SchedulerState:
         child.num_charged_tokens = parent.num_charged_tokens
         child.resumed = len(tokens) > parent.num_prompt_tokens
         self.add(child)
+        child.group = parent.group
         if row < 0 or self.batch.full or child.status is not RequestStatus.WAITING:
             return
         # What steps under way bring the parent is not the child's: it computes its last known token itself.
