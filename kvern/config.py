@@ -93,6 +93,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     eviction: Annotated[
         Literal["lru", "priority"], Meta(description="which cached prefixes go first; priority: urgent requests' last")
     ] = "lru"
+    max_pinned_blocks: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="most blocks of pinned prefixes, which are never evicted; 0: none; default: a quarter"),
+    ] = None
     kv_host_memory: Annotated[
         str | None,
         Meta(description="size of the host tier: room to swap to, and for evicted prefixes that may be hit again"),
@@ -219,6 +223,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     disk_blocks: Annotated[int, Meta(ge=0)] = 0
     record_cache_events: bool = False
     eviction: str = "lru"
+    max_pinned_blocks: Annotated[int, Meta(ge=0)] | None = None  # None: a quarter of all
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True

@@ -27,6 +27,7 @@ from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kvern.cache.eviction import EVICTION_POLICIES
 from kvern.cache.groups import make_group
+from kvern.cache.pins import Pins
 from kvern.cache.prefix_index import DIGEST_SIZE, PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
 from kvern.cache.swap import SwapSpace
 from kvern.cache.tiers import DiskTier, HostTier
@@ -87,6 +88,7 @@ class KVCacheManager:
         disk_blocks: int = 0,
         record_events: bool = False,
         eviction: str = "lru",
+        max_pinned_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -105,6 +107,9 @@ class KVCacheManager:
         self.moves = TierMoves()
         # The same hash means different blocks in different groups.
         self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
+        self.pins = Pins(
+            self.pool, self.index, self.groups, self._suffixes, block_size, max_pinned_blocks * enable_prefix_caching
+        )
         self._miss = CacheHit([[] for _ in self.groups], 0)
         self._filled_by: dict[int, int] = {}  # blocks published in this step -> the row that fills them
         self._memo: dict[str, tuple[tuple[int, ...], CacheHit]] = {}  # request id -> (versions, hit), while it waits
@@ -347,6 +352,7 @@ class KVCacheManager:
         for block in tables.ravel().tolist():
             if self.index.is_hashed(block):
                 self.index.remove(block)
+                self.pins.lost(block)
 
     def forget(self, request_id: str) -> None:
         """A waiting request is gone, or its tokens changed; drop what was remembered for it."""

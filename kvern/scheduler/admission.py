@@ -397,13 +397,15 @@ class Admission:
                 rank = before + place
                 break
             before += queue.num_ready
+        blocks_short = max(0, self._blocks_needed(request) - self.admissible_blocks())
         sibling = self._sibling(request) if self._waits_for_sibling(request) else None
         return Explanation(
             reason,
             rank=None if place is None else rank,
-            blocks_short=max(0, self._blocks_needed(request) - self.admissible_blocks()),
+            blocks_short=blocks_short,
             overtaken_by=request.num_bypassed,
             waits_for=None if sibling is None else sibling.id,
+            blocks_pinned=state.cache.pins.num_held if blocks_short else 0,
             policy=state.policy.explain(request.info),
         )
 

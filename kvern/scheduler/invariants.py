@@ -54,6 +54,11 @@ def _check_blocks(state: SchedulerState) -> None:
             assert group.drops or not dropped, f"row {row}: blocks of a group that keeps all were given back"
     for tables in state.transfers.tables():
         held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
+    pinned = state.cache.pins.held()
+    held.update(pinned)
+    assert len(pinned) <= state.cache.pins.most, f"{len(pinned)} blocks are pinned, at most {state.cache.pins.most} may"
+    for block in pinned:
+        assert index.is_hashed(block), f"block {block} is pinned and cannot be hit"
     free = pool.free_blocks()
     assert len(free) == len(set(free)) == pool.num_free, "the free list contradicts its count"
     assert NULL_BLOCK not in free and held[NULL_BLOCK] == 0, "the null block was given out"
@@ -85,4 +90,5 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     state.encoder.check()
     if not state.requests and not state.transfers.under_way():
-        assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"
+        free = state.cache.num_free_blocks + state.cache.pins.num_held
+        assert free == state.cache.num_usable_blocks, "nobody lives and blocks are held"

@@ -171,14 +171,14 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
 
 def _make_room(state: SchedulerState) -> int:
     """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had. The last
-    row takes from those who wait with blocks; it stays, and gets nothing in this step, while tokens for it or blocks
-    are under way."""
+    row takes from those who wait with blocks, then from pinned prefixes; it stays, and gets nothing in this step, while
+    tokens for it or blocks are under way."""
     batch = state.batch
     row = _victim(state)
     request = batch.request_at(row)
     if len(batch) > 1:
         state.preempt(request)
-    elif state.transfers.reclaim():
+    elif state.transfers.reclaim() or state.give_up_a_pin():
         return NOBODY
     elif not batch.num_placeholders[row] and not state.transfers.under_way():
         # Nothing is left to take from anybody: it cannot grow, now or later.

@@ -45,6 +45,7 @@ class SchedulerStats:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     recomputed_tokens: int = 0  # computed before a preemption and computed again after it
+    pins_given_up: int = 0  # because a request could not run otherwise
     policy_errors: int = 0
 
 
@@ -87,6 +88,7 @@ class SchedulerState:
             config.disk_blocks,
             config.record_cache_events,
             config.eviction,
+            (config.num_blocks - 1) // 4 if config.max_pinned_blocks is None else config.max_pinned_blocks,
         )
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
@@ -112,6 +114,7 @@ class SchedulerState:
     def begin_step(self, now: float) -> None:
         self.planning = True
         self.budget.reset()
+        self.cache.pins.expire(now)
         self.encoder.begin_step()
         if self.policy.begin_step(now):
             self.reorder()  # the last step was planned without the policy
@@ -326,6 +329,12 @@ class SchedulerState:
         destination of such a copy is not there yet: then its own source is taken."""
         origin = {destination: source for source, destination in self.notices.copies}
         self.notices.copies += [(origin.get(source, source), destination) for source, destination in pairs]
+
+    def give_up_a_pin(self) -> bool:
+        """The last resort when nothing else can make room. False if no pin stands in the way."""
+        given_up = self.cache.pins.give_way()
+        self.stats.pins_given_up += given_up
+        return given_up
 
     # ---- facts that more than one phase needs
 

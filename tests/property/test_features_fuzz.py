@@ -1,7 +1,7 @@
 """Everything at once, at random: each seed draws a configuration from all features of the scheduler and a workload, and
-plays it with mischief (aborts, forks, forced preemption, another policy, transfers that fail or never report, steps
-planned ahead, drafts right and wrong). Whatever happens: every text is the one the toy model gives without any cache,
-the invariants hold after each step, everything drains, and nothing is left over.
+plays it with mischief (aborts, pins, forks, forced preemption, another policy, transfers that fail or never report,
+steps planned ahead, drafts right and wrong). Whatever happens: every text is the one the toy model gives without any
+cache, the invariants hold after each step, everything drains, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from workloads import leftovers
 
 from kvern.cache.groups import make_group
 from kvern.request import Request, RequestStatus
+from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.policies import Policy, RequestInfo
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.testing import SchedulerHarness
@@ -149,6 +150,7 @@ class Fuzz:
             "transfer_lease": rng.choice([0.2, 100.0]),
             "disk_blocks": rng.choice([0, 0, 6, 100]),
             "eviction": rng.choice(["lru", "lru", "priority"]),
+            "max_pinned_blocks": rng.choice([None, 4, 1000]),
             "seed": seed,
         } | fixed
         self.h = SchedulerHarness(**self.config, connector=self.connector)
@@ -158,6 +160,7 @@ class Fuzz:
         self.todo = [self.draw_request(i) for i in range(rng.randint(1, 14))]
         self.asked: dict[str, dict[str, Any]] = {}
         self.pending_grammars: list[str] = []
+        self.pins: list[str] = []
         self.flight: list[SchedulerOutput] = []
         self.texts: dict[str, list[int]] = {}
         self.branches: dict[str, dict[int, int]] = defaultdict(dict)  # request -> {place in its text: token}
@@ -251,7 +254,19 @@ class Fuzz:
             parent = rng.choice(sorted(self.h.scheduler.requests))
             if parent not in self.pending_grammars:
                 self.branch(self.h.fork(parent), parent)
+        if rng.random() < 0.1:
+            self.pin_something()
+        if self.pins and rng.random() < 0.03:
+            self.h.unpin(self.pins.pop())
         self.check()
+
+    def pin_something(self) -> None:
+        """Too much, or nothing at all, now and then."""
+        length, ttl = self.rng.randint(1, 60), self.rng.choice([0.02, 0.5, 1e9])
+        try:
+            self.pins.append(self.h.pin(FAMILY[:length], ttl, self.rng.choice([None, "s"])))
+        except InvalidRequest:
+            return
 
     def branch(self, child: str, parent: str) -> None:
         """The next token of `child` is not the one that `parent` says there."""
@@ -340,6 +355,8 @@ class Fuzz:
                 assert stops, f"{rid} stopped at {said[-1:]}"
             else:
                 assert view.error or view.status is RequestStatus.FINISHED_ABORTED, f"{rid}: {view.status}"
+        for pin in self.pins:
+            self.h.unpin(pin)
         self.h.step()  # tells of the last endings
         state = self.h.scheduler.state
         assert leftovers(self.h) == []
