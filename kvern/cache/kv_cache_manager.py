@@ -93,6 +93,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = [make_group(spec, block_size) for spec in groups]
+        self.recurrent = any(group.recurrent for group in self.groups)  # then nobody can go back by a token
         self.chunk = chunk
         self.eviction = EVICTION_POLICIES[eviction]()
         self.events = EventLog() if record_events else None
@@ -197,7 +198,10 @@ class KVCacheManager:
 
     def _whole_hit(self, hashes: list[bytes]) -> CacheHit | None:
         """All blocks shared but the last, which is copied so that its last token can be computed anew. None if a
-        group lacks a block that this token reads, or the last block is not there yet when the copies are made."""
+        group lacks a block that this token reads, cannot go back by a token, or the last block is not there yet when
+        the copies are made."""
+        if self.recurrent:
+            return None
         last_token = len(hashes) * self.block_size - 1
         tables = self._tables(last_token, len(hashes), hashes)
         for group, table in zip(self.groups, tables, strict=True):

@@ -293,7 +293,7 @@ class Admission:
     def _sibling_hit(self, request: Request) -> CacheHit | None:
         """Share the sibling's blocks but for the one that the last prompt token is computed into: that is copied."""
         sibling = self._sibling(request)
-        if sibling is None:
+        if sibling is None or self.state.cache.recurrent:  # its state is further than the last prompt token
             return None
         size, last_token = self.state.config.block_size, request.num_prompt_tokens - 1
         full = last_token // size

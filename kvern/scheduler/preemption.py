@@ -107,6 +107,9 @@ def _kept_tables(state: SchedulerState, request: Request) -> Int32:
 def _can_be_kept(state: SchedulerState, request: Request) -> bool:
     """Whether it has computed something, and has all that it will read of it."""
     num_kept = _num_kept(state, request.row)
+    of_this_step = int(state.budget.by_row[request.row]) if state.planning else 0
+    if state.cache.recurrent and num_kept < state.batch.num_computed[request.row] - of_this_step:
+        return False  # a step under way takes its state further
     return num_kept > 0 and state.cache.holds_all(_kept_tables(state, request), num_kept)
 
 
@@ -167,6 +170,8 @@ def _coming_back(admission: Admission, head: Request) -> list[Request]:
         if other is not head and not _end_if_hopeless(state, other):
             state.cache.swap.drop_unreadable(other.host_tables, other.num_computed_tokens)
             group.append(other)
+    if any(other.num_computed_tokens == other.num_tokens for other in group):
+        return []  # its next token is under way, and would be lost if it ran again before
     while not _fit(admission, group):
         if len(state.batch):
             return []

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvern.cache.encoder_cache import EncoderCacheManager
 from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
-from kvern.config import SchedulerConfig
+from kvern.config import InvalidConfig, SchedulerConfig
 from kvern.request import Request, RequestStatus
 from kvern.scheduler import preemption
 from kvern.scheduler.budget import SchedulingBudget
@@ -90,6 +90,9 @@ class SchedulerState:
             config.eviction,
             (config.num_blocks - 1) // 4 if config.max_pinned_blocks is None else config.max_pinned_blocks,
         )
+        if self.cache.recurrent and (config.num_speculative_tokens or connector is not None):
+            what = "num_speculative_tokens" if config.num_speculative_tokens else "a connector"
+            raise InvalidConfig(f"{what} cannot be used with a mamba group: its state cannot go back by a token")
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
         self.encoder = EncoderCacheManager(config.encoder_budget, config.encoder_cache_size)
@@ -290,6 +293,8 @@ class SchedulerState:
         # What steps under way bring the parent is not the child's: it computes its last known token itself.
         num_computed = min(int(self.batch.num_computed[row]), len(tokens) - 1)
         tables = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
+        if self.cache.recurrent and num_computed < self.batch.num_computed[row]:
+            return
         if not self.cache.holds_all(tables, num_computed):
             return
         self.waiting.remove(child)

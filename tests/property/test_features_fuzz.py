@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.testing import SchedulerHarness
 from kvern.testing.faults import FakeConnector
 from kvern.testing.harness import own_tokens
-from kvern.testing.toy import next_token
+from kvern.testing.toy import next_state, next_token
 
 MAX_STEPS = 4000
 FAMILY = own_tokens("family", 200)
 POLICIES = ["fcfs", "priority", "fair", "shortest", "prefix", "deadline", f"{__name__}:Unreliable"]
 GROUPS = [("full",), ("full",), ("full",), ("window:20",), ("full", "window:16"), ("full", "window:5", "window:16")]
+GROUPS += [("chunked_local:24",), ("full", "chunked_local:7"), ("mamba",), ("full", "mamba", "chunked_local:16")]
 
 
 class Unreliable(Policy):
@@ -102,7 +104,12 @@ def text_of(
             ids.append(branches[place])
             continue
         history = np.asarray(ids, dtype=np.int64) + (np.arange(len(ids), dtype=np.int64) << 32)
-        parts = [history[group.first_needed(len(ids) - 1) * block_size :] for group in reads]
+        parts = [
+            np.array([reduce(lambda s, i: next_state(s, ids[i], i), range(len(ids)), 0)])
+            if group.recurrent
+            else history[group.first_needed(len(ids) - 1) * block_size :]
+            for group in reads
+        ]
         ids.append(next_token(np.concatenate(parts)))
     return ids[len(prompt) :]
 
@@ -115,10 +122,10 @@ class Fuzz:
         self.groups = rng.choice(GROUPS)
         self.size = rng.choice([1, 2, 4, 16])
         self.connector: LossyConnector | None = None
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and "mamba" not in self.groups:
             self.connector = LossyConnector(rng, rng.randint(0, 40), rng.random() < 0.6, self.size)
         self.images = rng.random() < 0.25
-        self.drafts = rng.choice([0, 0, 1, 2, 4])
+        self.drafts = 0 if "mamba" in self.groups else rng.choice([0, 0, 1, 2, 4])
         self.ahead = rng.choice([1, 1, 2, 3])
         if self.connector is not None and not self.connector.load_async and self.connector.loss:
             self.ahead = 1  # that a load within the step failed must be known before the next is planned

@@ -134,6 +134,21 @@ def test_a_group_that_cannot_come_back_together_does_so_bit_by_bit() -> None:
     assert stats.scheduled_tokens == 14 + 8 * 6
 
 
+def test_siblings_wait_for_the_token_that_is_under_way_for_one_of_them() -> None:
+    """A step is planned for one of them when both are swapped: who runs again before it is known would lose it."""
+    h = roomy(async_scheduling=True)
+    ids = forked(h, steps=2)
+    under_way = h.schedule()
+    h.scheduler.state.batch.num_computed[h.requests[ids[0]].row] -= 1  # as if only the other were in that step
+    h.scheduler.preempt(ids[0])
+    assert [h.requests[rid].num_tokens - h.requests[rid].num_computed_tokens for rid in ids] == [1, 0]
+    empty = h.schedule()
+    assert empty.empty and statuses(h, ids) == [SWAPPED, SWAPPED]
+    h.update(under_way, tokens={ids[1]: [50]})
+    h.update(empty)
+    assert sorted(h.schedule().num_scheduled_tokens) == sorted(ids)
+
+
 def test_more_siblings_than_tokens_in_a_step() -> None:
     h = roomy(max_num_batched_tokens=2)
     first = h.add(PROMPT, max_tokens=9)
