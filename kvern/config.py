@@ -233,6 +233,12 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     num_speculative_tokens: Annotated[int, Meta(ge=0)] = 0
     async_scheduling: bool = False  # steps are planned before the results of earlier ones are known
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that share the tokens of a block
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of a block as the scheduler counts them: one on each rank, see kvern.cache.context_parallel."""
+        return self.block_size * self.decode_context_parallel_size
 
     def __post_init__(self) -> None:
         for option, known in (

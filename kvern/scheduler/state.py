@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from kvern.cache.encoder_cache import EncoderCacheManager
 from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
@@ -76,6 +77,8 @@ class PreemptionCosts:
 
 class SchedulerState:
     def __init__(self, config: SchedulerConfig, connector: SchedulerConnector | None = None) -> None:
+        # Nothing here knows of ranks: a block is what all of them hold of it.
+        config = structs.replace(config, block_size=config.tokens_per_block, decode_context_parallel_size=1)
         self.config = config
         self.policy = GuardedPolicy(make_policy(config.policy, config.policy_options))
         self.cache = KVCacheManager(

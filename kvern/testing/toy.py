@@ -91,14 +91,14 @@ class HistoryHashExecutor:
     """Computes steps of the toy model, from SchedulerOutputs alone."""
 
     def __init__(self, config: SchedulerConfig, vocab_size: int = VOCAB_SIZE, proposer: Proposer | None = None) -> None:
-        self.block_size = config.block_size
+        self.block_size = config.tokens_per_block
         self.vocab_size = vocab_size
         self._eos = config.eos_token_ids
-        shape = (config.num_blocks, config.block_size)
+        shape = (config.num_blocks, self.block_size)
         self.kv: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
-        self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, config.block_size), -1, dtype=np.int64)
+        self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, self.block_size), -1, dtype=np.int64)
         self.disk: dict[str, NDArray[np.int64]] = {}
-        self._groups = [make_group(spec, config.block_size) for spec in config.kv_groups]
+        self._groups = [make_group(spec, self.block_size) for spec in config.kv_groups]
         self._rows: dict[int, _Row] = {}
         self._sampler: Sampler | None = None
         self._proposer = proposer
