@@ -145,6 +145,10 @@ class Admission:
         if not num_new:
             return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
+        while reason is BlockedBy.NO_FREE_BLOCKS and state.kept_prompts.drop_one(last=request):
+            hit = self._find_hit(request)
+            num_new = self.num_new(request, hit.num_tokens)
+            reason = self._lacks(request, hit) or (None if num_new else BlockedBy.TOKEN_BUDGET)
         if reason is not None:
             if not state.policy.preempts or not self._preempt_for(request, hit):
                 return reason
@@ -291,13 +295,16 @@ class Admission:
         return int(self.state.batch.num_computed[request.row] - self.state.budget.by_row[request.row])
 
     def _sibling_hit(self, request: Request) -> CacheHit | None:
-        """Share the sibling's blocks but for the one that the last prompt token is computed into: that is copied."""
-        sibling = self._sibling(request)
-        if sibling is None or self.state.cache.recurrent:  # its state is further than the last prompt token
+        """Share the sibling's blocks, or those it has left, but for the one that the last prompt token is computed
+        into: that is copied."""
+        sibling, held = self._sibling(request), self.state.kept_prompts.of(request)
+        if sibling is not None:
+            held = self.state.batch.tables_of(sibling.row)
+        if held is None or self.state.cache.recurrent:  # its state is further than the last prompt token
             return None
         size, last_token = self.state.config.block_size, request.num_prompt_tokens - 1
         full = last_token // size
-        tables = self.state.batch.tables_of(sibling.row).tolist()
+        tables = held.tolist()
         for group, table in zip(self.state.cache.groups, tables, strict=True):
             first = group.first_needed(last_token)
             if NULL_BLOCK in table[first : full + 1]:

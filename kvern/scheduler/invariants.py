@@ -54,6 +54,8 @@ def _check_blocks(state: SchedulerState) -> None:
             assert group.drops or not dropped, f"row {row}: blocks of a group that keeps all were given back"
     for tables in state.transfers.tables():
         held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
+    for tables in state.kept_prompts.tables():
+        held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
     pinned = state.cache.pins.held()
     held.update(pinned)
     assert len(pinned) <= state.cache.pins.most, f"{len(pinned)} blocks are pinned, at most {state.cache.pins.most} may"

@@ -183,7 +183,11 @@ def _fit(admission: Admission, requests: Sequence[Request]) -> bool:
     batch = admission.state.batch
     if len(batch) + len(requests) > batch.max_num_seqs:
         return False
-    return blocks_to_come_back(admission.state, requests) <= admission.admissible_blocks()
+    need = blocks_to_come_back(admission.state, requests)
+    while need > admission.admissible_blocks():
+        if not admission.state.kept_prompts.drop_one():
+            return False
+    return True
 
 
 def _bring_back(admission: Admission, coming: Sequence[Request]) -> None:

@@ -170,10 +170,12 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
 
 
 def _make_room(state: SchedulerState) -> int:
-    """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had. The last
-    row takes from those who wait with blocks, then from pinned prefixes; it stays, and gets nothing in this step, while
-    tokens for it or blocks are under way."""
+    """Blocks are short: if there is no kept prompt to take them from, somebody leaves the batch, be it the one that
+    lacks them. Returns the row it had. The last row takes from those who wait with blocks, then from pinned prefixes;
+    it stays, and gets nothing in this step, while tokens for it or blocks are under way."""
     batch = state.batch
+    if state.kept_prompts.drop_one():
+        return NOBODY
     row = _victim(state)
     request = batch.request_at(row)
     if len(batch) > 1:

@@ -20,6 +20,7 @@ from kvern.config import InvalidConfig, SchedulerConfig
 from kvern.request import Request, RequestStatus
 from kvern.scheduler import preemption
 from kvern.scheduler.budget import SchedulingBudget
+from kvern.scheduler.kept_prompts import KeptPrompts
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.running_batch import RunningBatch
@@ -104,6 +105,7 @@ class SchedulerState:
         self.transfers = Transfers(self, connector)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
+        self.kept_prompts = KeptPrompts(self)
         self.siblings: dict[str, list[Request]] = {}  # live request -> those added as its forks
         self.loras: dict[str, int] = {}  # adapter -> rows that use it
         self.stats = SchedulerStats()
@@ -185,6 +187,7 @@ class SchedulerState:
         num_published blocks are hittable."""
         request.status = RequestStatus.RUNNING
         key, stop_ids = self.running_key(request), self.stop_ids(request)
+        self.kept_prompts.release(request)
         row = self.batch.insert(request, key, tables, num_computed, stop_ids)
         self.batch.num_published[row] = num_published
         self.notices.entered.append(row)
@@ -203,20 +206,23 @@ class SchedulerState:
         """The one place where a request stops being live."""
         if request.row >= 0:
             self.notices.finished_rows.append(request.row)
+        heirs = self._not_started(self.siblings.pop(request.id, []))
+        self.kept_prompts.pass_on(request, status, heirs[0] if heirs else None)
         self.leave(request, ended=True)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
-        if request.id in self.siblings:
-            self._pass_on_prompt(self.siblings.pop(request.id))
+        self._pass_on_prompt(heirs)
         self.policy.on_finish(request.info)
         self.notices.finished_ids.append(request.id)
         if status is RequestStatus.FINISHED_IGNORED:
             self.notices.ignored_ids.append(request.id)
         self.ended.append(FinishedRequest(request, status, stop_reason, error))
 
+    def _not_started(self, siblings: list[Request]) -> list[Request]:
+        return [s for s in siblings if s.row < 0 and not s.resumed and self.requests.get(s.id) is s]
+
     def _pass_on_prompt(self, siblings: list[Request]) -> None:
         """Whose prompt they were to share has ended: those that have not started share that of the first of them."""
-        siblings = [s for s in siblings if s.row < 0 and not s.resumed and self.requests.get(s.id) is s]
         if siblings:
             heir, *others = siblings
             heir.fork_of = None
