@@ -7,6 +7,7 @@ requests still need is reserved for them against further admissions (not against
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,8 +42,9 @@ class Admission:
     def begin_step(self) -> None:
         self._first_new_epoch = self.state.batch.next_epoch
 
-    def admit_waiting(self, now: float) -> int:
-        """Admit who can be admitted; returns how many.
+    def admit_waiting(self, now: float, only_above: Sequence[Request] = ()) -> int:
+        """Admit who can be admitted; returns how many. only_above: requests that could not come back, and that only
+        those may overtake whom the policy would let preempt them.
 
         Stops at the first that cannot be, unless it lacks blocks and may be overtaken: at most max_bypass others are
         ever admitted before it."""
@@ -58,6 +60,9 @@ class Admission:
                 continue
             if self._end_if_hopeless(request):
                 continue
+            if not all(state.policy.may_preempt(request.info, other.info) for other in only_above):
+                self._reason_of_the_rest = BlockedBy.NO_FREE_BLOCKS
+                break
             reason = self._try_admit(request, now)
             if reason is None:
                 admitted += 1
