@@ -106,6 +106,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     eviction: Annotated[
         Literal["lru", "priority"], Meta(description="which cached prefixes go first; priority: urgent requests' last")
     ] = "lru"
+    max_pinned_blocks: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="most blocks of pinned prefixes, which are never evicted; 0: none; default: a quarter"),
+    ] = None
     kv_host_memory: Annotated[
         str | None,
         Meta(description="size of the host tier: room to swap to, and for evicted prefixes that may be hit again"),
@@ -236,6 +240,7 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     disk_blocks: Annotated[int, Meta(ge=0)] = 0
     record_cache_events: bool = False
     eviction: str = "lru"
+    max_pinned_blocks: Annotated[int, Meta(ge=0)] | None = None  # None: a quarter of all
     kv_groups: tuple[str, ...] = ("full",)  # see kvern.cache.groups
     max_loras: Annotated[int, Meta(ge=0)] = 0  # 0: no limit
     enable_prefix_caching: bool = True
@@ -245,6 +250,12 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     num_speculative_tokens: Annotated[int, Meta(ge=0)] = 0
     async_scheduling: bool = False  # steps are planned before the results of earlier ones are known
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that share the tokens of a block
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of a block as the scheduler counts them: one on each rank, see kvern.cache.context_parallel."""
+        return self.block_size * self.decode_context_parallel_size
 
     def __post_init__(self) -> None:
         for option, known in (

@@ -128,6 +128,18 @@ class LLM:
         InvalidConfig, and the policy stays as it was. May be called while a stream is open."""
         self._client.core.admin.set_policy(name, options)
 
+    def pin_prefix(self, prompt: Prompt, ttl: float) -> str:
+        """Keep the cached keys and values of `prompt` from eviction for `ttl` seconds, in full blocks; what is not
+        cached yet, from the moment it is. Returns the pin's id, for unpin_prefix. Raises InvalidRequest, for instance
+        if more than max_pinned_blocks would be pinned. May be called while a stream is open."""
+        token_ids = self._client.input_processor.tokenize(_text_or_ids(prompt))
+        pin_id: str = self._client.core.admin.pin(token_ids, ttl)["id"]
+        return pin_id
+
+    def unpin_prefix(self, pin_id: str) -> bool:
+        """False if there is no such pin, or its time is over."""
+        return self._client.core.admin.unpin(pin_id)
+
     def get_tokenizer(self) -> Tokenizer:
         return self._client.tokenizer
 

@@ -83,6 +83,7 @@ class Request:
         "error",
         "first_scheduled_time",
         "fork_of",
+        "group",
         "host_tables",
         "id",
         "images",
@@ -144,6 +145,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.status = status  # WAITING, or what it waits for beside its turn
         self.serial = -1  # order of arrival, given by the scheduler; the last tie-breaker everywhere
+        self.group = -1  # of siblings and forks: the serial of the first of them, given by the scheduler
         self.row = -1  # row in the running batch, -1 when not running
         self.epoch = -1  # number of the last admission; results of an older one are stale
         self.max_total_tokens = 0  # prompt + output never exceed this; set at admission to the scheduler

@@ -1,4 +1,4 @@
-"""The KV cache as the scheduler sees it: look up, take, publish, give back, swap out and in.
+"""The KV cache as the scheduler sees it: look up, take, publish, give back. Swapping is in swap.py.
 
 Who owns what: the pools own free lists and reference counts, the index owns the hashes, the scheduler owns the block
 tables, one per group, all of one request equally long. A block in a table holds one reference. Order within a step:
@@ -28,7 +28,9 @@ from kvern.cache.block_pool import NULL_BLOCK, BlockPool
 from kvern.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kvern.cache.eviction import EVICTION_POLICIES
 from kvern.cache.groups import make_group
+from kvern.cache.pins import Pins
 from kvern.cache.prefix_index import DIGEST_SIZE, PrefixIndex, append_hash, extend_hashes, root_hash, token_bytes
+from kvern.cache.swap import SwapSpace
 from kvern.cache.tiers import DiskTier, HostTier
 from kvern.request import Request
 
@@ -87,10 +89,12 @@ class KVCacheManager:
         disk_blocks: int = 0,
         record_events: bool = False,
         eviction: str = "lru",
+        max_pinned_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = [make_group(spec, block_size) for spec in groups]
+        self.recurrent = any(group.recurrent for group in self.groups)  # then nobody can go back by a token
         self.chunk = chunk
         self.eviction = EVICTION_POLICIES[eviction]()
         self.events = EventLog() if record_events else None
@@ -101,9 +105,13 @@ class KVCacheManager:
             self.pool = BlockPool(num_blocks, num_levels=self.eviction.num_levels)
         self.disk = DiskTier(disk_blocks) if disk_blocks and enable_prefix_caching else None
         self.host = HostTier(host_blocks, self._host_evicted) if host_blocks else None
+        self.swap = SwapSpace(self.pool, self.host, self.groups, block_size)
         self.moves = TierMoves()
         # The same hash means different blocks in different groups.
         self._suffixes = [b"" if len(self.groups) == 1 else bytes([g]) for g in range(len(self.groups))]
+        self.pins = Pins(
+            self.pool, self.index, self.groups, self._suffixes, block_size, max_pinned_blocks * enable_prefix_caching
+        )
         self._miss = CacheHit([[] for _ in self.groups], 0)
         self._filled_by: dict[int, int] = {}  # blocks published in this step -> the row that fills them
         self._memo: dict[str, tuple[tuple[int, ...], CacheHit]] = {}  # request id -> (versions, hit), while it waits
@@ -191,7 +199,10 @@ class KVCacheManager:
 
     def _whole_hit(self, hashes: list[bytes]) -> CacheHit | None:
         """All blocks shared but the last, which is copied so that its last token can be computed anew. None if a
-        group lacks a block that this token reads, or the last block is not there yet when the copies are made."""
+        group lacks a block that this token reads, cannot go back by a token, or the last block is not there yet when
+        the copies are made."""
+        if self.recurrent:
+            return None
         last_token = len(hashes) * self.block_size - 1
         tables = self._tables(last_token, len(hashes), hashes)
         for group, table in zip(self.groups, tables, strict=True):
@@ -362,6 +373,7 @@ class KVCacheManager:
         for block in tables.ravel().tolist():
             if self.index.is_hashed(block):
                 self.index.remove(block)
+                self.pins.lost(block)
 
     def forget(self, request_id: str) -> None:
         """A waiting request is gone, or its tokens changed; drop what was remembered for it."""
@@ -446,49 +458,6 @@ class KVCacheManager:
         for name in names:
             if self.disk is not None:
                 self.disk.forget(bytes.fromhex(name))
-
-    def can_swap_out(self, count: int) -> bool:
-        return self.host is not None and self.host.pool.num_free >= count
-
-    def swap_out(self, tables: NDArray[np.int32], num_blocks: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Host blocks for the first `num_blocks` blocks of device tables [groups, n]; callers have checked that there
-        is room. Returns the host tables and the moves (device block, host block). The device blocks are still held."""
-        assert self.host is not None
-        moves: list[tuple[int, int]] = []
-        host_tables = []
-        for table in tables[:, :num_blocks].tolist():
-            places = self.host.pool.allocate(len(table) - table.count(NULL_BLOCK))
-            moves += zip([block for block in table if block != NULL_BLOCK], places, strict=True)
-            host = iter(places)
-            host_tables.append([NULL_BLOCK if block == NULL_BLOCK else next(host) for block in table])
-        return host_tables, moves
-
-    def swap_in(self, host_tables: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Device tables for `num_tokens` tokens, of which the first blocks come from the host; callers have checked
-        that there is room. Returns them and the moves (host block, device block)."""
-        tables, moves = list[list[int]](), list[tuple[int, int]]()
-        for host_table in host_tables:
-            held = [block for block in host_table if block != NULL_BLOCK]
-            more = -(-num_tokens // self.block_size) - len(host_table)
-            blocks = self.pool.allocate(len(held) + more)
-            moves += zip(held, blocks, strict=False)
-            fresh = iter(blocks)
-            tables.append([NULL_BLOCK if block == NULL_BLOCK else next(fresh) for block in host_table] + list(fresh))
-        self.free_host(host_tables)
-        return tables, moves
-
-    def drop_host(self, host_tables: list[list[int]], num_computed: int) -> None:
-        """Let go of what no token from `num_computed` on will read."""
-        for group, table in zip(self.groups, host_tables, strict=True):
-            first = min(group.first_needed(num_computed), len(table))
-            self.free_host([table[:first]])
-            table[:first] = [NULL_BLOCK] * first
-
-    def free_host(self, host_tables: Iterable[Iterable[int]]) -> None:
-        """Let host blocks go. They are reused from the next step on, since a step's moves to the host come before its
-        moves from there."""
-        assert self.host is not None
-        self.host.leaving += [block for table in host_tables for block in table if block != NULL_BLOCK]
 
     def _extend_hashes(self, request: Request, token_ids: NDArray[np.int32], num_tokens: int) -> None:
         root = self._root(request)

@@ -7,9 +7,10 @@ a request waits; a policy's failures it says once for each kind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvern.cache.pins import PinView
 from kvern.clock import Clock
 from kvern.config import InvalidConfig
 from kvern.request import BlockedBy, Request
@@ -26,6 +27,7 @@ class Admin:
         self._name = scheduler.config.policy  # as it was asked for
         self.policy_changes = 0
         self._errors_seen = 0
+        self._pins_given_up = 0
         self._told: set[tuple[str, str]] = set()  # (policy, kind of failure) that are in the log
         self._reasons: dict[str, BlockedBy] = {}  # why requests waited after the last step; only at level debug
 
@@ -57,6 +59,44 @@ class Admin:
             "last_error": guard.last_error,
         }
 
+    # ---- pinned prefixes
+
+    def pin(
+        self, prompt_token_ids: Sequence[int], ttl: float, cache_salt: str | None = None, lora: str | None = None
+    ) -> dict[str, Any]:
+        """Keep a prefix from eviction for `ttl` seconds. Returns the pin as `pins` shows it. Raises InvalidRequest."""
+        now = self._clock.now()
+        pin_id = self._scheduler.pin(prompt_token_ids, ttl, now, cache_salt, lora)
+        (view,) = (view for view in self._scheduler.pins(now) if view.id == pin_id)
+        logger.info("pinned %s: %d tokens for %g s", pin_id, view.num_tokens, ttl)
+        return self._describe_pin(view, now)
+
+    def unpin(self, pin_id: str) -> bool:
+        """False if there is no such pin."""
+        found = self._scheduler.unpin(pin_id)
+        if found:
+            logger.info("unpinned %s", pin_id)
+        return found
+
+    def pins(self) -> dict[str, Any]:
+        """What is pinned, the oldest first, and how much may be."""
+        now = self._clock.now()
+        return {
+            "pins": [self._describe_pin(view, now) for view in self._scheduler.pins(now)],
+            "num_pinned_blocks": self._scheduler.num_pinned_blocks,
+            "max_pinned_blocks": self._scheduler.state.cache.pins.most,
+            "given_up": self._scheduler.stats.pins_given_up,
+        }
+
+    def _describe_pin(self, view: PinView, now: float) -> dict[str, Any]:
+        return {
+            "id": view.id,
+            "num_tokens": view.num_tokens,
+            "num_blocks": view.num_blocks,
+            "num_cached_blocks": view.num_cached,
+            "expires_in": round(view.expires - now, 3),
+        }
+
     # ---- requests
 
     def requests(self) -> list[dict[str, Any]]:
@@ -76,6 +116,7 @@ class Admin:
                 "text": str(why),
                 "rank": why.rank,
                 "blocks_short": why.blocks_short,
+                "blocks_pinned": why.blocks_pinned,
                 "overtaken_by": why.overtaken_by,
                 "waits_for": why.waits_for,
                 "policy": dict(why.policy or {}),
@@ -98,6 +139,9 @@ class Admin:
         if guard.num_errors != self._errors_seen:
             self._errors_seen = guard.num_errors
             self._tell_failures()
+        if self._scheduler.stats.pins_given_up != self._pins_given_up:
+            self._pins_given_up = self._scheduler.stats.pins_given_up
+            logger.warning("a pinned prefix was given up, since a request could not run beside it")
         if logger.isEnabledFor(logging.DEBUG):
             self._tell_reasons()
 

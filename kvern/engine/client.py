@@ -349,10 +349,11 @@ class AsyncClient:
 
     async def call(self, name: str, timeout: float = 10.0, **arguments: Any) -> Any:
         """Ask the engine: "stats" -> EngineStats as a dict, "requests" -> one dict per live request, "ping" -> None,
-        "policy" and "set_policy" (policy, options) -> see kvern.engine.admin.
+        "policy", "set_policy" (policy, options), "pins", "pin" (prompt_token_ids, ttl, cache_salt), "unpin" (pin_id)
+        -> see kvern.engine.admin.
 
         It is answered between two steps. Raises TimeoutError, EngineDeadError, ValueError for an unknown name or with
-        what the engine has against the arguments.
+        what the engine has against the arguments (InvalidRequest, if it names the field).
         """
         if self._death is not None:
             raise EngineDeadError(self._death)
@@ -476,7 +477,8 @@ class AsyncClient:
         if answer is None or answer.done():
             return
         if reply.error is not None:
-            answer.set_exception(ValueError(reply.error))
+            wrong = reply.param is not None
+            answer.set_exception(InvalidRequest(reply.error, reply.param) if wrong else ValueError(reply.error))
         else:
             answer.set_result(reply.result)
 

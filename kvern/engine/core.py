@@ -172,6 +172,7 @@ class EngineCore:
             waiting_by_reason=reasons,
             num_blocks=scheduler.config.num_blocks - 1,  # the null block is nobody's
             num_free_blocks=scheduler.num_free_blocks,
+            num_pinned_blocks=scheduler.num_pinned_blocks,
             num_host_blocks=scheduler.config.host_blocks,
             num_free_host_blocks=scheduler.num_free_host_blocks,
             swapped_out_blocks=totals.swapped_out_blocks,

@@ -73,8 +73,8 @@ class InputProcessor:
         if arrival_time is None:
             arrival_time = self._clock.now()
         _check_priority(priority)
-        _check_name(tenant, "tenant")
-        _check_name(cache_salt, "cache_salt")
+        check_name(tenant, "tenant")
+        check_name(cache_salt, "cache_salt")
         _check_target(ttft_target, "ttft_target")
         _check_target(tpot_target, "tpot_target")
         sampling.check_vocabulary(self.vocab_size)
@@ -202,7 +202,7 @@ def _check_target(seconds: Any, param: str) -> None:
         raise InvalidRequest(f"{param} must be a number of seconds above 0, got {seconds!r:.100}", param)
 
 
-def _check_name(name: Any, param: str) -> None:
+def check_name(name: Any, param: str) -> None:
     if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME_LENGTH):
         got = f"{len(name)} characters" if isinstance(name, str) else repr(name)[:100]
         raise InvalidRequest(f"{param} must be a string of 1 to {MAX_NAME_LENGTH} characters, got {got}", param)

@@ -47,7 +47,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 class Control(msgspec.Struct, tag="control", kw_only=True):
     """A question or an order outside the flow of requests: "ping", "stats", "requests", "policy", "set_policy",
-    "shutdown"."""
+    "pins", "pin", "unpin", "shutdown"."""
 
     call_id: int
     name: str
@@ -58,6 +58,7 @@ class ControlReply(msgspec.Struct, tag="reply", kw_only=True):
     call_id: int
     result: Any = None
     error: str | None = None
+    param: str | None = None  # the field that is wrong, if the error is an InvalidRequest
 
 
 # (token ids, logprobs, rank of the first id): see kvern.step.TokenLogprobs
@@ -86,6 +87,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     waiting_by_reason: dict[str, int] = {}
     num_blocks: int = 0  # usable ones
     num_free_blocks: int = 0
+    num_pinned_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     swapped_out_blocks: int = 0

@@ -137,6 +137,16 @@ class EngineProcess:
             except InvalidConfig as exc:
                 self.send(ControlReply(call_id=control.call_id, error=str(exc)))
                 return
+        elif control.name == "pins":
+            result = core.admin.pins()
+        elif control.name == "unpin":
+            result = core.admin.unpin(control.arguments["pin_id"])
+        elif control.name == "pin":
+            try:
+                result = core.admin.pin(**control.arguments)
+            except InvalidRequest as exc:
+                self.send(ControlReply(call_id=control.call_id, error=str(exc), param=exc.param))
+                return
         elif control.name == "shutdown":
             self._drain_until = time.monotonic() + float(control.arguments.get("drain_seconds", 0.0))
             return  # the answer is that the process ends

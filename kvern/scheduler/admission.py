@@ -7,12 +7,14 @@ requests still need is reserved for them against further admissions (not against
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvern.cache.block_pool import NULL_BLOCK
 from kvern.cache.kv_cache_manager import CacheHit
 from kvern.request import BlockedBy, Request, RequestStatus
+from kvern.scheduler import preemption
 from kvern.scheduler.state import SchedulerState
 from kvern.scheduler.view import Explanation
 
@@ -39,8 +41,9 @@ class Admission:
     def begin_step(self) -> None:
         self._first_new_epoch = self.state.batch.next_epoch
 
-    def admit_waiting(self, now: float) -> int:
-        """Admit who can be admitted; returns how many.
+    def admit_waiting(self, now: float, only_above: Sequence[Request] = ()) -> int:
+        """Admit who can be admitted; returns how many. only_above: requests that could not come back, and that only
+        those may overtake whom the policy would let preempt them.
 
         Stops at the first that cannot be, unless it lacks blocks and may be overtaken: at most max_bypass others are
         ever admitted before it."""
@@ -56,6 +59,9 @@ class Admission:
                 continue
             if self._end_if_hopeless(request):
                 continue
+            if not all(state.policy.may_preempt(request.info, other.info) for other in only_above):
+                self._reason_of_the_rest = BlockedBy.NO_FREE_BLOCKS
+                break
             reason = self._try_admit(request, now)
             if reason is None:
                 admitted += 1
@@ -83,28 +89,9 @@ class Admission:
         self._reasons, self._reason_of_the_rest = {}, reason
 
     def swap_in(self) -> bool:
-        """Bring swapped requests back, in order, as far as rows and blocks reach. Returns whether all are back."""
-        state, swapped = self.state, self.state.swapped
-        while swapped.num_ready:
-            request = swapped.at(0)
-            error = state.never_fits(request)
-            if error is not None:
-                state.end(request, RequestStatus.FINISHED_LENGTH, error=error)
-                continue
-            num_tokens, num_new = request.num_tokens, self._num_new(request, request.num_computed_tokens)
-            state.cache.drop_host(request.host_tables, request.num_computed_tokens)
-            need = state.cache.most_held(num_tokens)
-            if not num_new or state.batch.full or self._lacks_lora_slot(request) or need > self._admissible_blocks():
-                return False
-            swapped.remove(request)
-            end = request.num_computed_tokens + num_new
-            end = max(end, len(request.host_tables[0]) * state.config.block_size)  # never less than what comes back
-            tables, moves = state.cache.swap_in(request.host_tables, min(end, num_tokens))
-            request.host_tables = []
-            state.notices.swap_in += moves
-            state.stats.swapped_in_blocks += len(moves)
-            self._start(request, tables, request.num_computed_tokens, num_new, num_published=0)
-        return True
+        """Bring swapped requests back, in order, as far as rows and blocks reach, siblings together. Returns whether
+        all are back."""
+        return preemption.swap_in(self)
 
     def start_arrived(self) -> bool:
         """Give rows to requests whose remote load has ended, in order. Returns whether all have got one."""
@@ -114,16 +101,16 @@ class Admission:
             if self._end_if_hopeless(request):
                 continue
             num_computed, tables = request.num_computed_tokens, request.tables
-            num_new = self._num_new(request, num_computed)
+            num_new = self.num_new(request, num_computed)
             size = state.config.block_size
             more = max(-(-(num_computed + num_new) // size) - tables.shape[1], 0)
             short = more * len(state.cache.groups) > state.cache.num_free_blocks
-            if not num_new or state.batch.full or self._lacks_lora_slot(request) or short:
+            if not num_new or state.batch.full or self.lacks_lora_slot(request) or short:
                 return False
             arrived.remove(request)
             request.tables = None
             fresh = [table + state.cache.allocate(more) for table in tables.tolist()]
-            self._start(request, fresh, num_computed, num_new, num_published=0)
+            self.start(request, fresh, num_computed, num_new, num_published=0)
         return True
 
     # ---- one request
@@ -158,16 +145,20 @@ class Admission:
             num_loaded = min(matched.num_tokens, request.num_tokens - 1 - hit.num_tokens)
             if num_loaded > 0:
                 return self._admit_remote(request, hit, num_loaded, matched.load_async, now)
-        num_new = self._num_new(request, hit.num_tokens)
+        num_new = self.num_new(request, hit.num_tokens)
         if not num_new:
             return BlockedBy.ENCODER_BUDGET
         reason = self._lacks(request, hit)
+        while reason is BlockedBy.NO_FREE_BLOCKS and state.kept_prompts.drop_one(last=request):
+            hit = self._find_hit(request)
+            num_new = self.num_new(request, hit.num_tokens)
+            reason = self._lacks(request, hit) or (None if num_new else BlockedBy.TOKEN_BUDGET)
         if reason is not None:
             if not state.policy.preempts or not self._preempt_for(request, hit):
                 return reason
             # They gave back what they had of this step; and if they went to the host, what was cached there has gone.
             hit = self._find_hit(request)
-            num_new = self._num_new(request, hit.num_tokens)
+            num_new = self.num_new(request, hit.num_tokens)
             reason = self._lacks(request, hit) or (None if num_new else BlockedBy.TOKEN_BUDGET)
             if reason is not None:
                 return reason
@@ -186,7 +177,7 @@ class Admission:
         if reason is not None:
             return reason
         start, end = hit.num_tokens, hit.num_tokens + num_loaded
-        num_new = 0 if load_async else self._num_new(request, end)
+        num_new = 0 if load_async else self.num_new(request, end)
         if not load_async and not num_new:
             return BlockedBy.ENCODER_BUDGET
         self._count_hit(request, hit)
@@ -200,7 +191,7 @@ class Admission:
             state.transfers.begin_load(request, tables, end)
         else:
             state.waiting.remove(request)
-            self._start(request, tables, end, num_new, hit.num_on_device())
+            self.start(request, tables, end, num_new, hit.num_on_device())
         return None
 
     def _find_hit(self, request: Request) -> CacheHit:
@@ -209,18 +200,18 @@ class Admission:
     def _lacks(self, request: Request, hit: CacheHit) -> BlockedBy | None:
         if self.state.batch.full:
             return BlockedBy.MAX_NUM_SEQS
-        if self._lacks_lora_slot(request):
+        if self.lacks_lora_slot(request):
             return BlockedBy.LORA_SLOTS
         return BlockedBy.NO_FREE_BLOCKS if self._lacks_blocks(request, hit) else None
 
     def _lacks_blocks(self, request: Request, hit: CacheHit) -> bool:
-        return self.state.cache.cost(hit, request.num_tokens) > self._admissible_blocks()
+        return self.state.cache.cost(hit, request.num_tokens) > self.admissible_blocks()
 
-    def _lacks_lora_slot(self, request: Request) -> bool:
+    def lacks_lora_slot(self, request: Request) -> bool:
         limit, in_use = self.state.config.max_loras, self.state.loras
         return bool(limit and request.lora is not None and request.lora not in in_use and len(in_use) >= limit)
 
-    def _admissible_blocks(self) -> int:
+    def admissible_blocks(self) -> int:
         """Free blocks that are not spoken for: what admitted prompts still need is theirs, and while something runs
         the watermark stays free."""
         state = self.state
@@ -235,9 +226,9 @@ class Admission:
         state.waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-        self._start(request, tables, hit.num_tokens, num_new, hit.num_on_device())
+        self.start(request, tables, hit.num_tokens, num_new, hit.num_on_device())
 
-    def _num_new(self, request: Request, start: int) -> int:
+    def num_new(self, request: Request, start: int) -> int:
         """How many tokens from `start` on it would compute in this step."""
         state = self.state
         num_new, whole = min(request.num_tokens - start, state.budget.remaining), state.whole(request)
@@ -251,7 +242,7 @@ class Admission:
             num_new = state.encoder.cut(request.images, start, num_new, state.budget.remaining)
         return 0 if whole and start + num_new < request.num_tokens else num_new
 
-    def _start(
+    def start(
         self, request: Request, tables: list[list[int]], num_computed: int, num_new: int, num_published: int
     ) -> None:
         if request.images:
@@ -297,13 +288,16 @@ class Admission:
         return int(self.state.batch.num_computed[request.row] - self.state.budget.by_row[request.row])
 
     def _sibling_hit(self, request: Request) -> CacheHit | None:
-        """Share the sibling's blocks but for the one that the last prompt token is computed into: that is copied."""
-        sibling = self._sibling(request)
-        if sibling is None:
+        """Share the sibling's blocks, or those it has left, but for the one that the last prompt token is computed
+        into: that is copied."""
+        sibling, held = self._sibling(request), self.state.kept_prompts.of(request)
+        if sibling is not None:
+            held = self.state.batch.tables_of(sibling.row)
+        if held is None or self.state.cache.recurrent:  # its state is further than the last prompt token
             return None
         size, last_token = self.state.config.block_size, request.num_prompt_tokens - 1
         full = last_token // size
-        tables = self.state.batch.tables_of(sibling.row).tolist()
+        tables = held.tolist()
         for group, table in zip(self.state.cache.groups, tables, strict=True):
             first = group.first_needed(last_token)
             if NULL_BLOCK in table[first : full + 1]:
@@ -333,14 +327,17 @@ class Admission:
         victims = self._victims_for_lora(request, willing)
         if victims is None:
             return False
-        others = iter([running for running in willing if running not in victims])
+        others = iter(willing)
         while not self._enough_without(victims, request, hit):
             victim = next(others, None)
             if victim is None:
                 return False
-            victims.append(victim)
+            together = preemption.leaving_with(state, victim)
+            if all(running in willing for running in together):
+                victims += [running for running in together if running not in victims]
         for victim in victims:
-            state.preempt(victim)
+            if victim.row >= 0:  # it may have gone with a sibling
+                state.preempt(victim)
         return True
 
     def _enough_without(self, victims: list[Request], request: Request, hit: CacheHit) -> bool:
@@ -348,7 +345,7 @@ class Admission:
         batch, cache = self.state.batch, self.state.cache
         if batch.full and not victims:
             return False
-        admissible, wanted = self._admissible_blocks(), hit.blocks()
+        admissible, wanted = self.admissible_blocks(), hit.blocks()
         leaving: Counter[int] = Counter()  # block -> how many victims hold it
         for victim in victims:
             leaving.update(batch.tables_of(victim.row).ravel().tolist())
@@ -364,7 +361,7 @@ class Admission:
     def _victims_for_lora(self, request: Request, willing: list[Request]) -> list[Request] | None:
         """All rows of one adapter, if the request lacks an adapter slot: of those that can all give way, the one whose
         most urgent row is the least urgent. None if there is no such adapter."""
-        if not self._lacks_lora_slot(request):
+        if not self.lacks_lora_slot(request):
             return []
         by_adapter: dict[str, list[Request]] = {}
         for running in willing:  # the least urgent first
@@ -400,21 +397,23 @@ class Admission:
                 rank = before + place
                 break
             before += queue.num_ready
+        blocks_short = max(0, self._blocks_needed(request) - self.admissible_blocks())
         sibling = self._sibling(request) if self._waits_for_sibling(request) else None
         return Explanation(
             reason,
             rank=None if place is None else rank,
-            blocks_short=max(0, self._blocks_needed(request) - self._admissible_blocks()),
+            blocks_short=blocks_short,
             overtaken_by=request.num_bypassed,
             waits_for=None if sibling is None else sibling.id,
+            blocks_pinned=state.cache.pins.num_held if blocks_short else 0,
             policy=state.policy.explain(request.info),
         )
 
     def _blocks_needed(self, request: Request) -> int:
         """Blocks that must be free for a waiting request to be admitted."""
-        cache, num_tokens = self.state.cache, request.num_tokens
+        state, cache, num_tokens = self.state, self.state.cache, request.num_tokens
         if request.host_tables:
-            return cache.most_held(num_tokens)
+            return preemption.blocks_to_come_back(state, preemption.swapped_with(state, request))
         if request.tables is not None:  # what it has is not free
             num_groups, held = request.tables.shape
             return int(num_groups * max(0, -(-num_tokens // cache.block_size) - held))

@@ -55,6 +55,13 @@ def _check_blocks(state: SchedulerState) -> None:
             assert group.drops or not dropped, f"row {row}: blocks of a group that keeps all were given back"
     for tables in state.transfers.tables():
         held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
+    for tables in state.kept_prompts.tables():
+        held.update(block for block in tables.ravel().tolist() if block != NULL_BLOCK)
+    pinned = state.cache.pins.held()
+    held.update(pinned)
+    assert len(pinned) <= state.cache.pins.most, f"{len(pinned)} blocks are pinned, at most {state.cache.pins.most} may"
+    for block in pinned:
+        assert index.is_hashed(block), f"block {block} is pinned and cannot be hit"
     free = pool.free_blocks()
     assert len(free) == len(set(free)) == pool.num_free, "the free list contradicts its count"
     assert NULL_BLOCK not in free and held[NULL_BLOCK] == 0, "the null block was given out"
@@ -88,11 +95,14 @@ def _check_queue(state: SchedulerState, admission: Admission) -> None:
         assert request.id in state.requests and request.row < 0, f"{who} waits and is not live"
         assert (request.status is RequestStatus.SWAPPED) == (request in state.swapped), f"{who} is in the wrong queue"
         assert admission.blocked_by(request) is not None, f"{who} waits without a reason"
-    held = sum(block != NULL_BLOCK for r in swapped for table in r.host_tables for block in table)
     host = state.cache.host
     if host is not None:
-        assert sum(host.pool.ref_count) == held + len(host.leaving), "host blocks are held by nobody, or twice"
+        held = Counter(block for r in swapped for table in r.host_tables for block in table if block != NULL_BLOCK)
+        held.update(host.leaving)
+        for block, count in enumerate(host.pool.ref_count):
+            assert count == held[block], f"host block {block} has {count} references, {held[block]} tables hold it"
     assert sum(state.loras.values()) == sum(r.lora is not None for r in state.batch.requests_in_order())
     state.encoder.check()
     if not state.requests and not state.transfers.under_way():
-        assert state.cache.num_free_blocks == state.cache.num_usable_blocks, "nobody lives and blocks are held"
+        free = state.cache.num_free_blocks + state.cache.pins.num_held
+        assert free == state.cache.num_usable_blocks, "nobody lives and blocks are held"

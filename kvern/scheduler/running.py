@@ -66,7 +66,8 @@ def schedule_running(state: SchedulerState, pending: Rows) -> bool:
                 state.notices.placed.append(placed)
         pending = pending[served:]
         if served < len(now):
-            pending = pending[pending != _make_room(state)]
+            row = _make_room(state)
+            pending = pending[(pending != row) & (batch.epoch[pending] >= 0)]  # it may have gone with siblings
     return len(state.notices.preempted_rows) > preempted_before
 
 
@@ -162,7 +163,7 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
         return [(g, block) for g, block in blocks if cache.pool.ref_count[block] > 1]
 
     while len(shared()) > cache.num_free_blocks:
-        if _make_room(state) == row:
+        if _make_room(state) == row or batch.requests[row] is None:
             return False
     for g, block in shared():
         batch.block_table[g, row, place] = copy = cache.copy_on_write(block)
@@ -172,15 +173,17 @@ def _own_block(state: SchedulerState, row: int, place: int) -> bool:
 
 
 def _make_room(state: SchedulerState) -> int:
-    """Blocks are short, so somebody leaves the batch, be it the one that lacks them. Returns the row it had. The last
-    row takes from those who wait with blocks; it stays, and gets nothing in this step, while tokens for it or blocks
-    are under way."""
+    """Blocks are short: if there is no kept prompt to take them from, somebody leaves the batch, be it the one that
+    lacks them. Returns the row it had. The last row takes from those who wait with blocks, then from pinned prefixes;
+    it stays, and gets nothing in this step, while tokens for it or blocks are under way."""
     batch = state.batch
+    if state.kept_prompts.drop_one():
+        return NOBODY
     row = _victim(state)
     request = batch.request_at(row)
     if len(batch) > 1:
         state.preempt(request)
-    elif state.transfers.reclaim():
+    elif state.transfers.reclaim() or state.give_up_a_pin():
         return NOBODY
     elif not batch.num_placeholders[row] and not state.transfers.under_way():
         # Nothing is left to take from anybody: it cannot grow, now or later.

@@ -26,6 +26,7 @@ import numpy as np
 from kvern.cache.connectors import SchedulerConnector
 from kvern.cache.events import CacheEvent
 from kvern.cache.kv_cache_manager import TierMoves
+from kvern.cache.pins import PinView
 from kvern.config import SchedulerConfig
 from kvern.request import BlockedBy, Request, RequestStatus
 from kvern.sampling_params import InvalidRequest
@@ -128,6 +129,46 @@ class Scheduler:
         """Before the end: the next step writes to disk what can be hit and nobody uses."""
         self.state.cache.persist()
 
+    # ---- pinned prefixes
+
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        ttl: float,
+        now: float,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+    ) -> str:
+        """Keep the full blocks of this prefix from eviction until now + ttl, those that are not cached yet from the
+        moment they are. Returns the pin's id. Raises InvalidRequest, for instance if more than max_pinned_blocks would
+        be pinned."""
+        pins = self.state.cache.pins
+        if not self.config.enable_prefix_caching:
+            raise InvalidRequest("nothing can be pinned: enable_prefix_caching is off", "prompt")
+        if len(token_ids) >= self.config.max_model_len:
+            text = f"the prefix has {len(token_ids)} tokens, max_model_len is {self.config.max_model_len}"
+            raise InvalidRequest(text, "prompt")
+        pins.expire(now)
+        pin_id = pins.add(token_ids, ttl, now, cache_salt, lora)
+        pins.take_hold(self.admission.admissible_blocks())
+        return pin_id
+
+    def unpin(self, pin_id: str) -> bool:
+        """The blocks can be evicted again. False if there is no such pin, or its time was over."""
+        return self.state.cache.pins.remove(pin_id)
+
+    def pins(self, now: float) -> list[PinView]:
+        """What is pinned, the oldest first."""
+        self.state.cache.pins.expire(now)
+        return self.state.cache.pins.views()
+
+    def _pins_bar_the_way(self) -> bool:
+        """Nothing runs, and not because somebody has just been preempted or blocks are still on their way."""
+        told, transfers = self.state.notices, self.state.transfers
+        if told.preempted_rows or transfers.under_way():
+            return False
+        return BlockedBy.NO_FREE_BLOCKS in self.waiting_by_reason()
+
     # ---- one step
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -135,8 +176,12 @@ class Scheduler:
         state, batch = self.state, self.state.batch
         state.begin_step(now)
         self.admission.begin_step()
+        if len(state.cache.pins):
+            state.cache.pins.take_hold(self.admission.admissible_blocks())
         running, first_new_epoch = batch.order, batch.next_epoch
         self.batching.plan(self.phases, now)
+        while not len(batch) and len(state.cache.pins) and self._pins_bar_the_way() and state.give_up_a_pin():
+            self.batching.plan(self.phases, now)
         state.end_step()
         num_new = state.budget.by_row[running]
         computes = num_new > 0
@@ -278,6 +323,11 @@ class Scheduler:
     @property
     def num_free_blocks(self) -> int:
         return self.state.cache.num_free_blocks
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Different blocks that pinned prefixes hold."""
+        return self.state.cache.pins.num_held
 
     @property
     def num_free_host_blocks(self) -> int:

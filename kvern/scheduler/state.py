@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from kvern.cache.encoder_cache import EncoderCacheManager
 from kvern.cache.kv_cache_manager import KVCacheManager, TierMoves
-from kvern.config import SchedulerConfig
+from kvern.config import InvalidConfig, SchedulerConfig
 from kvern.request import Request, RequestStatus
+from kvern.scheduler import preemption
 from kvern.scheduler.budget import SchedulingBudget
+from kvern.scheduler.kept_prompts import KeptPrompts
 from kvern.scheduler.policies import RequestInfo, Served, make_policy
 from kvern.scheduler.policies.guard import GuardedPolicy
 from kvern.scheduler.reservation import Reservation
@@ -45,6 +48,7 @@ class SchedulerStats:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     recomputed_tokens: int = 0  # computed before a preemption and computed again after it
+    pins_given_up: int = 0  # because a request could not run otherwise
     policy_errors: int = 0
 
 
@@ -75,6 +79,8 @@ class PreemptionCosts:
 
 class SchedulerState:
     def __init__(self, config: SchedulerConfig, connector: SchedulerConnector | None = None) -> None:
+        # Nothing here knows of ranks: a block is what all of them hold of it.
+        config = structs.replace(config, block_size=config.tokens_per_block, decode_context_parallel_size=1)
         self.config = config
         self.policy = GuardedPolicy(make_policy(config.policy, config.policy_options))
         self.cache = KVCacheManager(
@@ -87,7 +93,11 @@ class SchedulerState:
             config.disk_blocks,
             config.record_cache_events,
             config.eviction,
+            (config.num_blocks - 1) // 4 if config.max_pinned_blocks is None else config.max_pinned_blocks,
         )
+        if self.cache.recurrent and (config.num_speculative_tokens or connector is not None):
+            what = "num_speculative_tokens" if config.num_speculative_tokens else "a connector"
+            raise InvalidConfig(f"{what} cannot be used with a mamba group: its state cannot go back by a token")
         groups = len(config.kv_groups)
         self.batch = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size, groups)
         self.reservation = Reservation(self.batch, self.cache)
@@ -97,6 +107,7 @@ class SchedulerState:
         self.transfers = Transfers(self, connector)
         self.budget = SchedulingBudget(config.max_num_batched_tokens, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
+        self.kept_prompts = KeptPrompts(self)
         self.siblings: dict[str, list[Request]] = {}  # live request -> those added as its forks
         self.loras: dict[str, int] = {}  # adapter -> rows that use it
         self.stats = SchedulerStats()
@@ -113,6 +124,7 @@ class SchedulerState:
     def begin_step(self, now: float) -> None:
         self.planning = True
         self.budget.reset()
+        self.cache.pins.expire(now)
         self.encoder.begin_step()
         if self.policy.begin_step(now):
             self.reorder()  # the last step was planned without the policy
@@ -159,7 +171,9 @@ class SchedulerState:
         limit, max_tokens = self.config.max_model_len, request.sampling.max_tokens
         request.max_total_tokens = limit if max_tokens is None else min(limit, request.num_prompt_tokens + max_tokens)
         self.requests[request.id] = request
+        request.group = request.serial
         if request.fork_of in self.requests:
+            request.group = self.requests[request.fork_of].group
             self.siblings.setdefault(request.fork_of, []).append(request)
         self.policy.on_arrival(request.info)
         error = self.never_fits(request)
@@ -175,6 +189,7 @@ class SchedulerState:
         num_published blocks are hittable."""
         request.status = RequestStatus.RUNNING
         key, stop_ids = self.running_key(request), self.stop_ids(request)
+        self.kept_prompts.release(request)
         row = self.batch.insert(request, key, tables, num_computed, stop_ids)
         self.batch.num_published[row] = num_published
         self.reservation.entered(row)
@@ -185,47 +200,8 @@ class SchedulerState:
 
     def preempt(self, request: Request) -> None:
         """Running -> swapped or waiting, in front of its rank. Tokens are kept; the blocks' content is kept on the
-        host if the mode, and the room there, allow it."""
-        row, batch = request.row, self.batch
-        self.notices.preempted_rows.append(row)
-        self.notices.preempted_ids.append(request.id)
-        if self.planning:  # what was handed out in this step will not be computed
-            batch.num_computed[row] -= self.budget.by_row[row]
-            self.budget.give_back(row)
-        batch.num_computed[row] = min(batch.num_computed[row], batch.num_tokens[row])  # drafts may yet be rejected
-        self.cache.retract(row)
-        request.num_preemptions += 1
-        request.resumed = True
-        self.stats.preemptions += 1
-        num_computed = int(batch.num_computed[row])
-        if request.num_preemptions > self.config.max_preemptions:
-            error = f"preempted {request.num_preemptions} times, max_preemptions is {self.config.max_preemptions}"
-            self.end(request, RequestStatus.FINISHED_ERROR, error=error)
-        elif self._should_swap(row, num_computed):
-            held = -(-num_computed // self.config.block_size)
-            request.host_tables, moves = self.cache.swap_out(batch.tables_of(row), held)
-            self.notices.swap_out += moves
-            self.stats.swapped_out_blocks += len(moves)
-            self._leave(request)
-            request.status = RequestStatus.SWAPPED
-            self.swapped.add(request)
-        else:
-            self._leave(request)
-            request.status = RequestStatus.PREEMPTED
-            request.num_lost_tokens, request.num_computed_tokens = num_computed, 0
-            self.waiting.add(request)
-
-    def _should_swap(self, row: int, num_computed: int) -> bool:
-        if self.config.preemption == "recompute" or not num_computed:
-            return False
-        held = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
-        num_blocks = int(np.count_nonzero(held))
-        if not self.cache.can_swap_out(num_blocks) or not self.cache.holds_all(held, num_computed):
-            return False
-        if self.config.preemption == "swap":
-            return True
-        there_and_back = 2 * num_blocks * self.costs.copy_block
-        return 0.0 < there_and_back < num_computed * self.costs.compute_token
+        host if the mode, and the room there, allow it: then running siblings that share blocks go with it."""
+        preemption.preempt(self, request)
 
     def end(
         self, request: Request, status: RequestStatus, stop_reason: int | None = None, error: str | None = None
@@ -233,20 +209,23 @@ class SchedulerState:
         """The one place where a request stops being live."""
         if request.row >= 0:
             self.notices.finished_rows.append(request.row)
-        self._leave(request, ended=True)
+        heirs = self._not_started(self.siblings.pop(request.id, []))
+        self.kept_prompts.pass_on(request, status, heirs[0] if heirs else None)
+        self.leave(request, ended=True)
         request.status, request.stop_reason, request.error = status, stop_reason, error
         del self.requests[request.id]
-        if request.id in self.siblings:
-            self._pass_on_prompt(self.siblings.pop(request.id))
+        self._pass_on_prompt(heirs)
         self.policy.on_finish(request.info)
         self.notices.finished_ids.append(request.id)
         if status is RequestStatus.FINISHED_IGNORED:
             self.notices.ignored_ids.append(request.id)
         self.ended.append(FinishedRequest(request, status, stop_reason, error))
 
+    def _not_started(self, siblings: list[Request]) -> list[Request]:
+        return [s for s in siblings if s.row < 0 and not s.resumed and self.requests.get(s.id) is s]
+
     def _pass_on_prompt(self, siblings: list[Request]) -> None:
         """Whose prompt they were to share has ended: those that have not started share that of the first of them."""
-        siblings = [s for s in siblings if s.row < 0 and not s.resumed and self.requests.get(s.id) is s]
         if siblings:
             heir, *others = siblings
             heir.fork_of = None
@@ -254,7 +233,7 @@ class SchedulerState:
                 sibling.fork_of = heir.id
             self.siblings[heir.id] = others
 
-    def _leave(self, request: Request, ended: bool = False) -> None:
+    def leave(self, request: Request, ended: bool = False) -> None:
         """Out of the batch or the queue, blocks given back; those of a request that has ended may still be sent."""
         self.cache.forget(request.id)  # a policy may have looked up anybody
         if request.row >= 0:
@@ -277,7 +256,7 @@ class SchedulerState:
             self.waiting.remove(request)
         elif request in self.swapped:
             self.swapped.remove(request)
-            self.cache.free_host(request.host_tables)
+            self.cache.swap.free(request.host_tables)
             request.host_tables = []
         elif request in self.transfers.arrived:
             self.transfers.arrived.remove(request)
@@ -297,11 +276,14 @@ class SchedulerState:
             self.notices.entered.append(row)
 
     def forget_host_copy(self, request: Request) -> None:
-        """A swapped request will be computed again instead of coming back; of others, nothing."""
-        if request.status is RequestStatus.SWAPPED:
-            self._leave(request)
-            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-            self.waiting.add(request)
+        """A swapped request, and those who may share its host blocks, will be computed again instead of coming back; of
+        others, nothing."""
+        if request.status is not RequestStatus.SWAPPED:
+            return
+        for other in [other for other in self.swapped if other.group == request.group]:
+            self.leave(other)
+            other.status, other.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.waiting.add(other)
 
     def _tell_nothing_more_of(self, row: int) -> None:
         told = self.notices
@@ -318,11 +300,14 @@ class SchedulerState:
         child.num_charged_tokens = parent.num_charged_tokens
         child.resumed = len(tokens) > parent.num_prompt_tokens
         self.add(child)
+        child.group = parent.group
         if row < 0 or self.batch.full or child.status is not RequestStatus.WAITING:
             return
         # What steps under way bring the parent is not the child's: it computes its last known token itself.
         num_computed = min(int(self.batch.num_computed[row]), len(tokens) - 1)
         tables = self.batch.tables_of(row)[:, : -(-num_computed // self.config.block_size)]
+        if self.cache.recurrent and num_computed < self.batch.num_computed[row]:
+            return
         if not self.cache.holds_all(tables, num_computed):
             return
         self.waiting.remove(child)
@@ -362,6 +347,12 @@ class SchedulerState:
         destination of such a copy is not there yet: then its own source is taken."""
         origin = {destination: source for source, destination in self.notices.copies}
         self.notices.copies += [(origin.get(source, source), destination) for source, destination in pairs]
+
+    def give_up_a_pin(self) -> bool:
+        """The last resort when nothing else can make room. False if no pin stands in the way."""
+        given_up = self.cache.pins.give_way()
+        self.stats.pins_given_up += given_up
+        return given_up
 
     # ---- facts that more than one phase needs
 

@@ -18,6 +18,7 @@ class Explanation:
     blocks_short: int  # blocks it needs beyond those it could have now; 0 if there are enough
     overtaken_by: int  # requests admitted before it while it was short of blocks
     waits_for: str | None = None  # the sibling whose prompt it shares
+    blocks_pinned: int = 0  # blocks that pinned prefixes hold, if it is short of blocks
     policy: Mapping[str, float] | None = None  # where it stands with the policy, in the policy's own terms
 
     def __str__(self) -> str:
@@ -25,7 +26,8 @@ class Explanation:
         if self.rank is not None:
             parts.append("next in line" if self.rank == 0 else f"{self.rank} before it")
         if self.blocks_short:
-            parts.append(f"short of {self.blocks_short} blocks")
+            pinned = f" ({self.blocks_pinned} are pinned)" if self.blocks_pinned else ""
+            parts.append(f"short of {self.blocks_short} blocks{pinned}")
         if self.overtaken_by:
             parts.append(f"overtaken by {self.overtaken_by}")
         if self.waits_for is not None:

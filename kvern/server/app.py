@@ -120,6 +120,18 @@ def _add_own_routes(app: FastAPI, server: ServerState) -> None:
     async def requests() -> Response:
         return await admin.get_requests(server)
 
+    async def pins() -> Response:
+        return await admin.get_pins(server)
+
+    async def pin(request: Request) -> Response:
+        return await admin.pin(server, request)
+
+    async def unpin(pin_id: str) -> Response:
+        return await admin.unpin(server, pin_id)
+
+    app.add_api_route("/admin/pins", pins, methods=["GET"])
+    app.add_api_route("/admin/pins", pin, methods=["POST"])
+    app.add_api_route("/admin/pins/{pin_id}", unpin, methods=["DELETE"])
     app.add_api_route("/admin/policy", policy, methods=["GET"])
     app.add_api_route("/admin/policy", set_policy, methods=["POST"])
     app.add_api_route("/admin/requests", requests, methods=["GET"])

@@ -103,7 +103,8 @@ class _EngineCollector(Collector):
             waiting.add_metric([blocked_by.value], stats.waiting_by_reason.get(blocked_by.value, 0))
         yield waiting
         used = _ratio(stats.num_blocks - stats.num_free_blocks, stats.num_blocks)
-        yield GaugeMetricFamily("kvern_kv_cache_usage_ratio", "share of the blocks that requests hold", used)
+        yield GaugeMetricFamily("kvern_kv_cache_usage_ratio", "share of the blocks that are held", used)
+        yield GaugeMetricFamily("kvern_pinned_blocks", "blocks that pinned prefixes hold", stats.num_pinned_blocks)
         hosted = _ratio(stats.num_host_blocks - stats.num_free_host_blocks, stats.num_host_blocks)
         yield GaugeMetricFamily("kvern_host_cache_usage_ratio", "share of the host's blocks in use", hosted)
         tax = _ratio(stats.recomputed_tokens, stats.scheduled_tokens)

@@ -59,6 +59,8 @@ class SchedulerHarness:
         max_loras: int = 0,
         disk_blocks: int = 0,
         eviction: str = "lru",
+        max_pinned_blocks: int | None = None,
+        decode_context_parallel_size: int = 1,
         encoder_budget: int = 0,
         encoder_cache_size: int = 0,
         sliding_window: int | None = None,
@@ -93,6 +95,8 @@ class SchedulerHarness:
             max_loras=max_loras,
             disk_blocks=disk_blocks,
             eviction=eviction,
+            max_pinned_blocks=max_pinned_blocks,
+            decode_context_parallel_size=decode_context_parallel_size,
             encoder_budget=encoder_budget,
             encoder_cache_size=encoder_cache_size,
             transfer_lease=transfer_lease,
@@ -184,6 +188,13 @@ class SchedulerHarness:
         self.requests[request_id] = child
         self.delivered[request_id] = list(self.delivered[parent])
         return request_id
+
+    def pin(self, prefix: Sequence[int], ttl: float, cache_salt: str | None = None, lora: str | None = None) -> str:
+        """Keep a prefix from eviction for `ttl` seconds from now. Returns the pin's id."""
+        return self.scheduler.pin(prefix, ttl, self.clock.now(), cache_salt, lora)
+
+    def unpin(self, pin_id: str) -> bool:
+        return self.scheduler.unpin(pin_id)
 
     def grammar_ready(self, request_id: str) -> None:
         self.scheduler.grammar_ready(request_id)

@@ -64,6 +64,11 @@ def toy_logits(history: NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> NDAr
     return logits
 
 
+def next_state(state: int, token: int, position: int) -> int:
+    """What a group with a state (kvern.cache.groups.mamba) has after a token; 0 is the state before the first."""
+    return history_hash(np.array([state, token + (position << 32)], dtype=np.int64)) >> 1
+
+
 def reference_tokens(prompt: list[int], num_tokens: int) -> list[int]:
     """What the toy model says after `prompt`, computed without any cache: the oracle."""
     ids = list(prompt)
@@ -86,14 +91,14 @@ class HistoryHashExecutor:
     """Computes steps of the toy model, from SchedulerOutputs alone."""
 
     def __init__(self, config: SchedulerConfig, vocab_size: int = VOCAB_SIZE, proposer: Proposer | None = None) -> None:
-        self.block_size = config.block_size
+        self.block_size = config.tokens_per_block
         self.vocab_size = vocab_size
         self._eos = config.eos_token_ids
-        shape = (config.num_blocks, config.block_size)
+        shape = (config.num_blocks, self.block_size)
         self.kv: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
-        self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, config.block_size), -1, dtype=np.int64)
+        self.host_kv: NDArray[np.int64] = np.full((config.host_blocks + 1, self.block_size), -1, dtype=np.int64)
         self.disk: dict[str, NDArray[np.int64]] = {}
-        self._groups = [make_group(spec, config.block_size) for spec in config.kv_groups]
+        self._groups = [make_group(spec, self.block_size) for spec in config.kv_groups]
         self._rows: dict[int, _Row] = {}
         self._sampler: Sampler | None = None
         self._proposer = proposer
@@ -180,8 +185,11 @@ class HistoryHashExecutor:
         state = self._rows[row]
         ids = (state.tokens + drafts)[start : start + n]
         assert len(ids) == n, f"row {row}: {n} tokens from position {start} are to be computed, {len(ids)} are known"
-        for table in state.tables:
-            self._store(table, start, ids)
+        for group, table in zip(self._groups, state.tables, strict=True):
+            if group.recurrent:
+                self._scan(table, start, ids)
+            else:
+                self._store(table, start, ids)
 
     def _store(self, table: list[int], start: int, ids: list[int], strict: bool = True) -> None:
         """`strict`: every position has a block of its own to go to."""
@@ -190,10 +198,20 @@ class HistoryHashExecutor:
             assert block != NULL_BLOCK or not strict, f"position {position} would be written to the null block"
             self.kv[block, position % self.block_size] = token + (position << 32)
 
+    def _scan(self, table: list[int], start: int, ids: list[int]) -> None:
+        state = int(self.kv[table[(start - 1) // self.block_size], 0]) if start else 0
+        for position, token in enumerate(ids, start):
+            block = table[position // self.block_size]
+            assert block != NULL_BLOCK, f"the state after position {position} would be written to the null block"
+            self.kv[block, 0] = state = next_state(state, token, position)
+
     def _history(self, row: int, length: int) -> NDArray[np.int64]:
         """What token `length` - 1 reads, group after group, as far as each of them reaches back."""
         parts = []
         for group, table in zip(self._groups, self._rows[row].tables, strict=True):
+            if group.recurrent:
+                parts.append(self.kv[table[(length - 1) // self.block_size], :1])
+                continue
             first = group.first_needed(length - 1)
             read = self.kv[table[first : -(-length // self.block_size)]].reshape(-1)
             parts.append(read[: length - first * self.block_size])

@@ -17,6 +17,7 @@ from kvern.clock import VirtualClock
 from kvern.config import InvalidConfig, SchedulerConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.messages import AddRequest
+from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.policies import Policy
 from kvern.scheduler.scheduler import Scheduler
 from kvern.testing import SchedulerHarness
@@ -193,6 +194,28 @@ def test_llm_set_policy() -> None:
         assert times[0] < times[2] < times[1], "the other tenant's request goes before a's second"
 
 
+def test_llm_pins_a_prefix(caplog: pytest.LogCaptureFixture) -> None:
+    prefix = "You are a helpful assistant. "
+    with LLM("toy:history-hash", max_model_len=400, num_blocks=26, block_size=16, max_num_seqs=1) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        pin = llm.pin_prefix(prefix, ttl=1000.0)
+        llm.generate(prefix + "Hello", sampling)
+        llm.generate("x" * 300, sampling)
+        cached = llm.generate(prefix + "Goodbye", sampling)[0].metrics.num_cached_tokens
+        assert cached == len(prefix) // 16 * 16
+        core = llm._client.core
+        assert core.stats().num_pinned_blocks == 1 and core.admin.pins()["pins"][0]["id"] == pin
+        with caplog.at_level(logging.WARNING, "kvern.engine.admin"):
+            llm.generate("x" * 396, sampling)
+        assert core.admin.pins()["given_up"] == 1 and "was given up" in caplog.text
+        assert not llm.unpin_prefix(pin)
+        assert llm.unpin_prefix(llm.pin_prefix([5] * 16, ttl=0.5))
+        with pytest.raises(InvalidRequest, match="max_pinned_blocks is 6"):
+            llm.pin_prefix("x" * 300, ttl=1.0)
+        with pytest.raises(InvalidRequest, match="ttl"):
+            llm.pin_prefix(prefix, ttl=-1.0)
+
+
 # ---- over HTTP
 
 
@@ -227,6 +250,41 @@ def test_the_policy_over_http(http: httpx.Client, server: ServerProcess) -> None
     assert server.metrics()["kvern_policy_changes_total"] == 1
     assert httpx.get(server.url + "/admin/policy").status_code == 401
     assert httpx.get(server.url + "/admin/requests", headers={"Authorization": "Bearer no"}).status_code == 401
+
+
+def test_pins_over_http(http: httpx.Client, server: ServerProcess) -> None:
+    prefix = [5 + i for i in range(40)]
+    pinned = http.post("/admin/pins", json={"prompt": prefix, "ttl": 500})
+    assert pinned.status_code == 200
+    pin = pinned.json()
+    assert (pin["num_tokens"], pin["num_blocks"], pin["num_cached_blocks"]) == (32, 2, 0)
+    assert 499 < pin["expires_in"] <= 500
+    http.post("/v1/completions", json={"prompt": [*prefix, 9], "max_tokens": 2})
+    http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    said = http.get("/admin/pins").json()
+    assert [(p["id"], p["num_cached_blocks"]) for p in said["pins"]] == [(pin["id"], 2)]
+    assert (said["num_pinned_blocks"], said["max_pinned_blocks"], said["given_up"]) == (2, 255, 0)
+    assert server.metrics()["kvern_pinned_blocks"] == 2
+    for body, param, says in (
+        ({"prompt": prefix, "ttl": 0}, "ttl", "above 0"),
+        ({"prompt": prefix, "ttl": "long"}, "ttl", ""),
+        ({"prompt": prefix}, "ttl", ""),
+        ({"ttl": 5}, "prompt", ""),
+        ({"prompt": [5] * 7000, "ttl": 5}, "prompt", "max_pinned_blocks is 255"),
+        ({"prompt": [5], "ttl": 5}, "prompt", "full blocks"),
+        ({"prompt": [-1] * 20, "ttl": 5}, "prompt", "token ids"),
+        ({"prompt": "", "ttl": 5}, "prompt", "at least one token"),
+        ({"prompt": prefix, "ttl": 5, "cache_salt": 3}, "cache_salt", ""),
+        ({"prompt": prefix, "ttl": 5, "cache_salt": "s" * 2000}, "cache_salt", "1024"),
+    ):
+        refused = http.post("/admin/pins", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param) and says in error["message"], refused.text
+    assert http.post("/admin/pins", content=b"{}").status_code == 415
+    assert http.delete("/admin/pins/" + pin["id"]).json() == {"id": pin["id"], "unpinned": True}
+    gone = http.delete("/admin/pins/" + pin["id"])
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
+    assert http.get("/admin/pins").json()["pins"] == []
 
 
 def test_tenants_and_targets_reach_the_scheduler(http: httpx.Client) -> None:
@@ -268,6 +326,12 @@ def test_tenants_and_targets_reach_the_scheduler(http: httpx.Client) -> None:
 def test_without_a_key_only_on_a_loopback_address() -> None:
     with ServerProcess(host="0.0.0.0", num_blocks=64, max_model_len=100) as process:
         url = process.url.replace("localhost", "127.0.0.1")
-        for method, path in (("GET", "/admin/policy"), ("POST", "/admin/policy"), ("GET", "/admin/requests")):
+        for method, path in (
+            ("GET", "/admin/policy"),
+            ("POST", "/admin/policy"),
+            ("GET", "/admin/requests"),
+            ("GET", "/admin/pins"),
+            ("DELETE", "/admin/pins/pin-0"),
+        ):
             refused = httpx.request(method, url + path, json={"policy": "fair"} if method == "POST" else None)
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_not_allowed")

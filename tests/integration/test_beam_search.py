@@ -46,6 +46,7 @@ def toy_beams(prompt: list[int], width: int, num_tokens: int) -> list[list[int]]
         {"num_blocks": 14, "block_size": 4, "max_model_len": 52, "enable_prefix_caching": False},
         {"max_num_batched_tokens": 3},
         {"preempt_probability": 0.5},
+        {"preempt_probability": 0.5, "preemption": "swap", "kv_host_memory": "64KiB", "enable_prefix_caching": False},
         {"batching": "prefill_first", "policy": "fair"},
         {"speculative": "ngram", "num_speculative_tokens": 2},
         {"async_scheduling": "on"},

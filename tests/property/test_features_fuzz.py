@@ -1,13 +1,14 @@
 """Everything at once, at random: each seed draws a configuration from all features of the scheduler and a workload, and
-plays it with mischief (aborts, forks, forced preemption, another policy, transfers that fail or never report, steps
-planned ahead, drafts right and wrong). Whatever happens: every text is the one the toy model gives without any cache,
-the invariants hold after each step, everything drains, and nothing is left over.
+plays it with mischief (aborts, pins, forks, forced preemption, another policy, transfers that fail or never report,
+steps planned ahead, drafts right and wrong). Whatever happens: every text is the one the toy model gives without any
+cache, the invariants hold after each step, everything drains, and nothing is left over.
 """
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,19 @@ from workloads import leftovers
 
 from kvern.cache.groups import make_group
 from kvern.request import Request, RequestStatus
+from kvern.sampling_params import InvalidRequest
 from kvern.scheduler.policies import Policy, RequestInfo
 from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.testing import SchedulerHarness
 from kvern.testing.faults import FakeConnector
 from kvern.testing.harness import own_tokens
-from kvern.testing.toy import next_token
+from kvern.testing.toy import next_state, next_token
 
 MAX_STEPS = 4000
 FAMILY = own_tokens("family", 200)
 POLICIES = ["fcfs", "priority", "fair", "shortest", "prefix", "deadline", f"{__name__}:Unreliable"]
 GROUPS = [("full",), ("full",), ("full",), ("window:20",), ("full", "window:16"), ("full", "window:5", "window:16")]
+GROUPS += [("chunked_local:24",), ("full", "chunked_local:7"), ("mamba",), ("full", "mamba", "chunked_local:16")]
 
 
 class Unreliable(Policy):
@@ -101,21 +104,28 @@ def text_of(
             ids.append(branches[place])
             continue
         history = np.asarray(ids, dtype=np.int64) + (np.arange(len(ids), dtype=np.int64) << 32)
-        parts = [history[group.first_needed(len(ids) - 1) * block_size :] for group in reads]
+        parts = [
+            np.array([reduce(lambda s, i: next_state(s, ids[i], i), range(len(ids)), 0)])
+            if group.recurrent
+            else history[group.first_needed(len(ids) - 1) * block_size :]
+            for group in reads
+        ]
         ids.append(next_token(np.concatenate(parts)))
     return ids[len(prompt) :]
 
 
 class Fuzz:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, fork_probability: float = 0.08, **fixed: Any) -> None:
+        """fixed: overrides parts of the configuration."""
+        self.fork_probability = fork_probability
         self.rng = rng = random.Random(seed)
         self.groups = rng.choice(GROUPS)
         self.size = rng.choice([1, 2, 4, 16])
         self.connector: LossyConnector | None = None
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and "mamba" not in self.groups:
             self.connector = LossyConnector(rng, rng.randint(0, 40), rng.random() < 0.6, self.size)
         self.images = rng.random() < 0.25
-        self.drafts = rng.choice([0, 0, 1, 2, 4])
+        self.drafts = 0 if "mamba" in self.groups else rng.choice([0, 0, 1, 2, 4])
         self.ahead = rng.choice([1, 1, 2, 3])
         if self.connector is not None and not self.connector.load_async and self.connector.loss:
             self.ahead = 1  # that a load within the step failed must be known before the next is planned
@@ -147,8 +157,9 @@ class Fuzz:
             "transfer_lease": rng.choice([0.2, 100.0]),
             "disk_blocks": rng.choice([0, 0, 6, 100]),
             "eviction": rng.choice(["lru", "lru", "priority"]),
+            "max_pinned_blocks": rng.choice([None, 4, 1000]),
             "seed": seed,
-        }
+        } | fixed
         self.h = SchedulerHarness(**self.config, connector=self.connector)
         self.h.scheduler.set_preemption_costs(0.001, rng.choice([0.0001, 0.01]))
         self.execute = self.h.executor.execute
@@ -156,6 +167,7 @@ class Fuzz:
         self.todo = [self.draw_request(i) for i in range(rng.randint(1, 14))]
         self.asked: dict[str, dict[str, Any]] = {}
         self.pending_grammars: list[str] = []
+        self.pins: list[str] = []
         self.flight: list[SchedulerOutput] = []
         self.texts: dict[str, list[int]] = {}
         self.branches: dict[str, dict[int, int]] = defaultdict(dict)  # request -> {place in its text: token}
@@ -245,11 +257,23 @@ class Fuzz:
             self.h.grammar_ready(self.pending_grammars.pop(rng.randrange(len(self.pending_grammars))))
         if rng.random() < 0.03:
             self.h.scheduler.set_policy(rng.choice(POLICIES))
-        if rng.random() < 0.08 and len(self.asked) < 24 and self.h.scheduler.requests:
+        if rng.random() < self.fork_probability and len(self.asked) < 24 and self.h.scheduler.requests:
             parent = rng.choice(sorted(self.h.scheduler.requests))
             if parent not in self.pending_grammars:
                 self.branch(self.h.fork(parent), parent)
+        if rng.random() < 0.1:
+            self.pin_something()
+        if self.pins and rng.random() < 0.03:
+            self.h.unpin(self.pins.pop())
         self.check()
+
+    def pin_something(self) -> None:
+        """Too much, or nothing at all, now and then."""
+        length, ttl = self.rng.randint(1, 60), self.rng.choice([0.02, 0.5, 1e9])
+        try:
+            self.pins.append(self.h.pin(FAMILY[:length], ttl, self.rng.choice([None, "s"])))
+        except InvalidRequest:
+            return
 
     def branch(self, child: str, parent: str) -> None:
         """The next token of `child` is not the one that `parent` says there."""
@@ -338,6 +362,8 @@ class Fuzz:
                 assert stops, f"{rid} stopped at {said[-1:]}"
             else:
                 assert view.error or view.status is RequestStatus.FINISHED_ABORTED, f"{rid}: {view.status}"
+        for pin in self.pins:
+            self.h.unpin(pin)
         self.h.step()  # tells of the last endings
         state = self.h.scheduler.state
         assert leftovers(self.h) == []
@@ -347,17 +373,27 @@ class Fuzz:
         assert state.encoder._readers == {} and state.encoder._used <= state.encoder.capacity
 
 
-def play(seed: int) -> None:
-    fuzz = Fuzz(seed)
+def play(seed: int, **options: Any) -> Fuzz:
+    fuzz = Fuzz(seed, **options)
     try:
         fuzz.run()
     except Exception as error:
         raise AssertionError(f"seed {seed}: {error}\n{fuzz.config}\nahead {fuzz.ahead}") from error
+    return fuzz
 
 
 def test_all_features_at_random() -> None:
     for seed in range(60):
         play(seed)
+
+
+def test_siblings_leave_and_come_back_together_at_random() -> None:
+    """Nothing but forks, a small pool and a host with room: no token that was kept is computed twice."""
+    moved = 0
+    for seed in range(1000, 1040):
+        fuzz = play(seed, fork_probability=0.4, preemption="swap", host_blocks=100, batching="mixed")
+        moved += fuzz.h.scheduler.stats.swapped_out_blocks
+    assert moved > 1000
 
 
 @pytest.mark.slow

@@ -190,3 +190,84 @@ def test_prompt_logprobs_need_the_whole_prompt() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     h.scheduler.add_request(Request("second", PROMPT, sampling, fork_of=first))
     assert h.schedule().num_scheduled_tokens["second"] == len(PROMPT)
+
+
+# ---- siblings that never run at the same time
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 22])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_is_computed_once_for_siblings_that_run_one_after_the_other(length: int, caching: bool) -> None:
+    h = small(enable_prefix_caching=caching, max_num_seqs=1)
+    ids = siblings(h, 4, PROMPT[:length], max_tokens=3)
+    texts = h.run()
+    assert all(texts[rid] == reference_tokens(PROMPT[:length], 3) for rid in ids)
+    if not caching:
+        assert h.scheduler.stats.scheduled_tokens == length + 3 * 1 + 4 * 2
+    assert h.num_free_blocks == 99
+
+
+def test_a_kept_prompt_is_taken_by_whoever_is_short_of_blocks() -> None:
+    """One that comes before the heir needs all but one block, and gets them; the heir computes the prompt again."""
+    h = small(num_blocks=10, max_num_seqs=1, policy="priority")
+    first, second = siblings(h, 2, PROMPT, max_tokens=3, priority=1)
+    while h.request(first).status is not RequestStatus.FINISHED_LENGTH:
+        h.step()
+    assert h.num_free_blocks == 3  # six blocks of the prompt are kept
+    urgent = h.add(30, max_tokens=3, priority=0)
+    out = h.schedule()
+    assert out.num_scheduled_tokens == {urgent: 30} and h.num_free_blocks == 1
+    h.update(out)
+    assert h.run()[second] == reference_tokens(PROMPT, 3)
+    assert h.scheduler.stats.scheduled_tokens == 24 + 32 + 24
+
+
+def test_a_running_one_that_grows_takes_a_kept_prompt_before_anybody_is_preempted() -> None:
+    """The heir cannot start yet: its grammar is not ready."""
+    h = small(num_blocks=10, max_num_seqs=2)
+    grows = h.add(4, max_tokens=25)
+    first = h.add(PROMPT, max_tokens=2)
+    h.add(PROMPT, max_tokens=2, fork_of=first, grammar="pending", request_id="heir")
+    for _ in range(2):
+        h.step()
+    assert h.request(first).status.finished and len(h.scheduler.state.kept_prompts) == 1
+    while not h.request(grows).status.finished:
+        h.step()
+        h.check_invariants()
+    assert not len(h.scheduler.state.kept_prompts) and h.scheduler.stats.preemptions == 0
+    h.grammar_ready("heir")
+    assert h.run()["heir"] == reference_tokens(PROMPT, 2)
+
+
+@pytest.mark.parametrize("num_blocks", [7, 8])
+def test_an_heir_in_a_pool_that_cannot_hold_the_copied_block_twice_computes_again(num_blocks: int) -> None:
+    """22 tokens and one more are six blocks; with the prompt kept the open one is held twice."""
+    h = small(num_blocks=num_blocks, max_num_seqs=1)
+    ids = siblings(h, 3, PROMPT, max_tokens=2)
+    texts = h.run()
+    assert all(texts[rid] == reference_tokens(PROMPT, 2) for rid in ids)
+    assert h.scheduler.stats.scheduled_tokens == (3 * 23 if num_blocks == 7 else 23 + 2 * 2)
+
+
+@pytest.mark.parametrize("aborted", [0, 1, 2])
+def test_a_kept_prompt_goes_on_to_the_next_when_its_heir_is_aborted(aborted: int) -> None:
+    h = small(max_num_seqs=1)
+    ids = siblings(h, 3, PROMPT, max_tokens=3)
+    h.step()
+    h.step()
+    h.abort(ids[0])
+    h.abort(ids[aborted])
+    h.check_invariants()
+    texts = h.run()
+    left = [rid for rid in ids[1:] if rid != ids[aborted]]
+    assert all(texts[rid] == reference_tokens(PROMPT, 3) for rid in left)
+    assert h.scheduler.stats.scheduled_tokens == 23 + 3 * len(left) and h.num_free_blocks == 99
+
+
+def test_what_an_error_has_left_is_not_kept() -> None:
+    h = small(max_num_seqs=1)
+    first, _ = siblings(h, 2, PROMPT, max_tokens=3)
+    h.step()
+    h.scheduler.state.end(h.requests[first], RequestStatus.FINISHED_ERROR, error="NaN")
+    assert not len(h.scheduler.state.kept_prompts) and h.num_free_blocks == 99
+    h.run()

@@ -1,4 +1,4 @@
-"""The native attention, rotary embedding and cache writes: right numbers, and bits that depend on nothing but the row."""
+"""The native attention, rotary embedding and cache writes: right numbers, and bits that depend on the row alone."""
 
 from dataclasses import dataclass
 
@@ -383,4 +383,3 @@ def test_write_kv(isa, kind, kv_heads, head_dim, threads):
         for head in range(kv_heads):
             for got, want in zip(read(cache, slot, head), read(before, slot, head), strict=True):
                 assert np.array_equal(got, want, equal_nan=kind == "int8")
-

@@ -141,3 +141,44 @@ def test_urgent_ones_are_swapped_in_first() -> None:
     for rid in (high, low):
         h.scheduler.preempt(rid)
     assert [request.id for request in h.scheduler.waiting()] == [high, low]
+
+
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize(("policy", "urgent_runs"), [("priority", True), ("fcfs", False)])
+def test_a_swapped_one_that_cannot_come_back_does_not_hold_up_an_urgent_one(
+    batching: str, policy: str, urgent_runs: bool
+) -> None:
+    """Three of eleven blocks are free: the swapped one needs six, the urgent one two."""
+    h = crowded(policy=policy, batching=batching, max_num_batched_tokens=64)
+    low = h.add(22, max_tokens=5, priority=5)
+    h.step()
+    h.scheduler.preempt(low)
+    h.scheduler.state.swapped.remove(h.requests[low])  # it would come back at once
+    middle = h.add(31, max_tokens=9, priority=3)
+    h.step()
+    h.scheduler.state.swapped.add(h.requests[low])
+    urgent, behind = h.add(6, max_tokens=3, priority=0), h.add(2, max_tokens=3, priority=5)
+    out = h.schedule()
+    assert h.request(low).status is RequestStatus.SWAPPED and h.request(middle).status is RequestStatus.RUNNING
+    assert (urgent in out.num_scheduled_tokens) is urgent_runs and behind not in out.num_scheduled_tokens
+    assert h.request(behind).blocked_by is BlockedBy.NO_FREE_BLOCKS
+    h.check_invariants()
+    h.update(out)
+    texts = h.run()
+    assert len(texts[low]) == 5 and len(texts[urgent]) == len(texts[behind]) == 3
+
+
+def test_one_whose_blocks_have_arrived_does_not_hold_up_an_urgent_one() -> None:
+    """It waits for a row, which the urgent one takes from a running one."""
+    connector = {"matched_tokens": 8, "load_async": True}
+    h = SchedulerHarness(num_blocks=40, block_size=4, policy="priority", max_num_seqs=1, connector=connector)
+    runs = h.add(3, max_tokens=20, priority=3)
+    h.update(h.schedule(), kv_arrived=[runs])
+    h.step()
+    low = h.add(10, max_tokens=3, priority=5)
+    h.update(h.schedule(), kv_arrived=[low])
+    h.requests["urgent"] = h.requests[h.add(6, max_tokens=3, priority=0, request_id="urgent")]
+    h.requests["urgent"].ask_connector = False
+    out = h.schedule()
+    assert list(out.num_scheduled_tokens) == ["urgent"] and out.preempted_req_ids == [runs]
+    h.update(out)

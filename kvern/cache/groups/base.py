@@ -17,6 +17,7 @@ class CacheGroup(Protocol):
 
     block_size: int
     drops: bool  # whether first_needed() is ever above 0
+    recurrent: bool  # whether a block holds a state that each token replaces, so that no token can be computed again
 
     def first_needed(self, num_computed: IntOrArray) -> IntOrArray:
         """The first block that computing token `num_computed` reads; those before it can be given back."""

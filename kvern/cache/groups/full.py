@@ -7,6 +7,7 @@ from kvern.cache.groups.base import IntOrArray
 
 class FullAttention:
     drops = False
+    recurrent = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -12,6 +12,7 @@ from kvern.cache.groups.base import IntOrArray
 
 class SlidingWindow:
     drops = True
+    recurrent = False
 
     def __init__(self, block_size: int, window: int) -> None:
         self.block_size = block_size

@@ -19,8 +19,8 @@ constexpr int kBlockRows = 16;
 constexpr int kBlockRows = 12;
 #endif
 
-// Distances between rows are constants, so that the kernels' addresses are; odd numbers of cache lines, so that the rows
-// of a block do not compete for the same sets of the cache.
+// Distances between rows are constants, so that the kernels' addresses are; odd numbers of cache lines, so that the
+// rows of a block do not compete for the same sets of the cache.
 constexpr int kQueryStride = 2 * kMaxHeadDim + 64;  // bytes
 constexpr int kScoreStride = kChunk + 48;           // floats; the last group of pages may be filled up by 3 more
 constexpr int kWeightStride = 2 * kChunk + 64;      // bytes

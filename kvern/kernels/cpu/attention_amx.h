@@ -1,6 +1,6 @@
-// Attention's inner kernels for a cache of bf16, with AMX: a tile register holds 16 lines of 64 bytes, and one instruction
-// multiplies two of them. A page's keys, [pairs of dimensions][16 tokens][2], and its values, [pairs of tokens][head_dim][2],
-// are what it wants of its right operand, as they lie in memory:
+// Attention's inner kernels for a cache of bf16, with AMX: a tile register holds 16 lines of 64 bytes, and one
+// instruction multiplies two of them. A page's keys, [pairs of dimensions][16 tokens][2], and its values, [pairs of
+// tokens][head_dim][2], are what it wants of its right operand, as they lie in memory:
 //
 //   scores   rows x 32 dimensions of the queries, times 16 pairs of dimensions x 16 tokens
 //   values   rows x 16 tokens of the weights, times 8 pairs of tokens x 16 dimensions
@@ -8,6 +8,9 @@
 // Up to four pages, or four groups of 16 dimensions, have their sums in registers at a time. In which order the
 // instruction adds is its own, so every number of rows goes through it, one row as well. Tiles have the height of the
 // block, which is configured when it changes: what a multiplication takes grows with the height.
+//
+// Fetching ahead, as attention_bf16.h explains it, takes longer than the products: it is left out where keys and values
+// are in the cache anyway.
 #pragma once
 
 #include "attention_bf16.h"
@@ -27,8 +30,8 @@ struct alignas(64) TileConfig {
 };
 
 struct Bf16Tiles : Bf16Cache {
-  // Tiles 0 to 3 hold sums, 4 and 5 the left and the right operand; 6 and 7 too, where only 16 numbers of a row are left
-  // to multiply: a page's tokens, or the last dimensions of a head_dim that is not a multiple of 32.
+  // Tiles 0 to 3 hold sums, 4 and 5 the left and the right operand; 6 and 7 too, where only 16 numbers of a row are
+  // left to multiply: a page's tokens, or the last dimensions of a head_dim that is not a multiple of 32.
   static void configure(const Block& b, int rows) {
     if (*b.tile_rows == rows) return;
     *b.tile_rows = rows;

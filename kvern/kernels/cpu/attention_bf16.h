@@ -1,8 +1,8 @@
 // Attention's inner kernels for a cache of bf16.
 //
 // A page of one head is keys [head_dim / 2][16 tokens][2], then values [8 pairs of tokens][head_dim][2]. One load of 64
-// bytes is 16 tokens by 2 dimensions of the keys, or 16 dimensions by 2 tokens of the values; dot_bf16 with 2 numbers of
-// the other side in all lanes adds to 16 results, and no sum across lanes is ever needed.
+// bytes is 16 tokens by 2 dimensions of the keys, or 16 dimensions by 2 tokens of the values; dot_bf16 with 2 numbers
+// of the other side in all lanes adds to 16 results, and no sum across lanes is ever needed.
 //
 //   scores   for rows x pages in registers: over the dimensions
 //   values   for rows x vectors of 16 dimensions in registers: over the tokens

@@ -3,9 +3,9 @@
 // A page of one head is keys [head_dim / 4][16 tokens][4] with 128 added, values [4 quads of tokens][head_dim][4], and
 // the float32 scales of its 16 keys and 16 values. Both products are sums of integers, so exact in any order.
 //
-// The other side of a product, a query row or a row of weights, is rounded to 16 bits and kept as two bytes, 256 * high +
-// low, each with a product of its own: one byte would lose more than the cache has lost already. Twice the products of
-// half the bytes is the same work as bf16, with half the memory read.
+// The other side of a product, a query row or a row of weights, is rounded to 16 bits and kept as two bytes,
+// 256 * high + low, each with a product of its own: one byte would lose more than the cache has lost already. Twice the
+// products of half the bytes is the same work as bf16, with half the memory read.
 //
 //   keys     bytes are unsigned with 128 added; the query's signed. What the 128 added is known from the sum of the
 //            query's bytes: the sums start with it taken away.

@@ -145,34 +145,6 @@ struct Expanded {
 };
 
 constexpr int kInt8Rows = 16;
-// Integer sums of so many groups are computed at once, while those before them are scaled: by the time they are read
-// they have left the tiles.
-constexpr int kBatch = 4;
-using IntSums = int32_t[kBatch][kInt8Rows][kPanel];
-
-// Sums of part `j` of a batch, in tile j; `x` and `w` are where the batch begins.
-template <int j, int width>
-KVERN_INLINE void integer_sums(const uint8_t* x, int64_t stride, const uint8_t* w, IntSums& out) {
-  constexpr int a = 4 + j % 2, b = 6 + j % 2;
-  asm volatile(
-      "tilezero %%tmm%c0\n\t"
-      "tileloadd (%3,%4,1), %%tmm%c1\n\t"
-      "tileloadd (%5,%6,1), %%tmm%c2\n\t"
-      "tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0\n\t"
-      "tilestored %%tmm%c0, (%7,%6,1)"
-      :
-      : "i"(j), "i"(a), "i"(b), "r"(x + j * width), "r"(stride), "r"(w + j * width * kPanel), "r"(int64_t(64)),
-        "r"(out[j])
-      : "memory");
-}
-
-template <int width>
-KVERN_INLINE void batch_sums(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t count, IntSums& out) {
-  if (count > 0) integer_sums<0, width>(x, stride, w, out);
-  if (count > 1) integer_sums<1, width>(x, stride, w, out);
-  if (count > 2) integer_sums<2, width>(x, stride, w, out);
-  if (count > 3) integer_sums<3, width>(x, stride, w, out);
-}
 
 // Sums of panel `i` for 16 rows, kept in as many registers.
 template <int type>
@@ -185,28 +157,29 @@ KVERN_INLINE void int8_panel(const Tile& t, int i, float* y) {
   const uint8_t* panel = t.panels[i];
   const uint8_t* factors = panel + t.groups * 512;
   const uint8_t* minimums = factors + parts * 64;
-  alignas(64) IntSums ints[2];
+  alignas(64) int32_t ints[2][kInt8Rows][kPanel];  // two, so that a part need not wait for the one before to be read
   F32 sums[kInt8Rows];
   for (int r = 0; r < kInt8Rows; r++) sums[r] = F32{};
-  batch_sums<kWidth>(x, stride, panel, parts, ints[0]);
-  for (int64_t first = 0; first < parts; first += kBatch) {
-    const int64_t next = first + kBatch;
-    batch_sums<kWidth>(x + next * kWidth, stride, panel + next * kWidth * kPanel, parts - next, ints[next / kBatch & 1]);
-    for (int64_t part = first; part < next && part < parts; part++) {
-      const int64_t group = part / R::kHalves;
-      if (part % R::kHalves == 0)
-        for (int64_t line = 0; line < t.ahead_lines; line++)
-          prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
-      const F32 factor = load<F32>(factors + part * 64);
-      const F32 minimum = R::kMinimum ? load<F32>(minimums + group * 64) : F32{};
+  memory_is_read();
+  for (int64_t part = 0; part < parts; part++) {
+    const int64_t group = part / R::kHalves;
+    if (part % R::kHalves == 0)
+      for (int64_t line = 0; line < t.ahead_lines; line++) prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
+    auto& dots = ints[part & 1];
+    _tile_zero(0);
+    _tile_loadd(4, x + part * kWidth, stride);
+    _tile_loadd(6, panel + part * kWidth * kPanel, 64);
+    _tile_dpbsud(0, 4, 6);
+    _tile_stored(0, dots, 64);
+    const F32 factor = load<F32>(factors + part * 64);
+    const F32 minimum = R::kMinimum ? load<F32>(minimums + group * 64) : F32{};
 #pragma GCC unroll 16
-      for (int r = 0; r < kInt8Rows; r++) {
-        const uint8_t* s = t.sums + (r * t.sums_stride + part) * 4;
-        I32 dot = load<I32>(ints[first / kBatch & 1][part - first][r]);
-        if constexpr (!R::kMinimum) dot += broadcast_int(s);
-        sums[r] = fma(factor * broadcast(scales[r * (stride / kGroup) + group]), to_float(dot), sums[r]);
-        if constexpr (R::kMinimum) sums[r] = fma(minimum, broadcast_float(s), sums[r]);
-      }
+    for (int r = 0; r < kInt8Rows; r++) {
+      const uint8_t* s = t.sums + (r * t.sums_stride + part) * 4;
+      I32 dot = load<I32>(dots[r]);
+      if constexpr (!R::kMinimum) dot += broadcast_int(s);
+      sums[r] = fma(factor * broadcast(scales[r * (stride / kGroup) + group]), to_float(dot), sums[r]);
+      if constexpr (R::kMinimum) sums[r] = fma(minimum, broadcast_float(s), sums[r]);
     }
   }
   for (int r = 0; r < kInt8Rows; r++) store(y + r * 2 * kPanel, sums[r]);

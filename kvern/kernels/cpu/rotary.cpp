@@ -2,11 +2,11 @@
 //
 // Both divide (rows x heads) evenly among the threads, in order, so that even one token keeps several threads busy.
 //
-// The cache wants keys with two (bf16) or four (int8) dimensions of a token side by side, values with two or four tokens
-// of a dimension side by side (see attention.cpp for why):
+// The cache wants keys with two (bf16) or four (int8) dimensions of a token side by side, values with two or four
+// tokens of a dimension side by side (attention_bf16.h says why):
 //
-//   bf16   keys [head_dim / 2][16 tokens][2]     values [8 pairs of tokens][head_dim][2]
-//   int8   keys [head_dim / 4][16 tokens][4]     values [4 quads of tokens][head_dim][4]     scales: keys [16], values [16]
+//   bf16   keys [head_dim / 2][16 tokens][2]   values [8 pairs of tokens][head_dim][2]
+//   int8   keys [head_dim / 4][16 tokens][4]   values [4 quads of tokens][head_dim][4]   scales of keys [16], values [16]
 //
 // A key is scattered in words of 4 bytes, which are its own. The words of a value belong to 2 or 4 tokens: where all of
 // them are in this thread's share they are put together in registers and stored whole; else each token stores its own
@@ -33,7 +33,9 @@ struct Share {
   int64_t end;
 };
 
-Share share(int64_t total, int thread, int threads) { return {total * thread / threads, total * (thread + 1) / threads}; }
+Share share(int64_t total, int thread, int threads) {
+  return {total * thread / threads, total * (thread + 1) / threads};
+}
 
 // The products are rounded before they are added, as the reference does it.
 void rotate(const float* x, float* out, const float* cosines, const float* sines, int half) {

@@ -11,7 +11,9 @@ class Mixed:
     prompts are computed in chunks beside them."""
 
     def plan(self, phases: Phases, now: float) -> None:
-        if phases.run(phases.running) or not phases.swap_in():
+        if phases.run(phases.running):
             phases.admit_nobody(BlockedBy.NO_FREE_BLOCKS)
-        else:
+        elif phases.swap_in():
             phases.admit(now)
+        else:
+            phases.admit_urgent(now)

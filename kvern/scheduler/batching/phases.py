@@ -42,6 +42,15 @@ class Phases:
         """Admit waiting requests; returns how many."""
         return self.admission.admit_waiting(now)
 
+    def admit_urgent(self, now: float) -> int:
+        """Somebody who holds blocks cannot come back; admit waiting requests that the policy puts above all of them,
+        and nobody else. Returns how many."""
+        if not self.state.policy.preempts:
+            self.admit_nobody(BlockedBy.NO_FREE_BLOCKS)
+            return 0
+        queues = (self.state.transfers.arrived, self.state.swapped)
+        return self.admission.admit_waiting(now, [queue.at(0) for queue in queues if queue.num_ready])
+
     def admit_nobody(self, reason: BlockedBy) -> None:
         self.admission.admit_nobody(reason)
 

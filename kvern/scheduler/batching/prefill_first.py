@@ -33,8 +33,9 @@ class PrefillFirst:
             if phases.state.budget.by_row.any():
                 self._last_step_was_prompt = True
                 return
-        else:
-            phases.admit_nobody(BlockedBy.NO_FREE_BLOCKS)
+        elif phases.admit_urgent(now):
+            self._last_step_was_prompt = True
+            return
         if not phases.run(phases.running):
             phases.swap_in()
 
