@@ -51,9 +51,7 @@ def take_in(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerO
     for i in stopped.nonzero()[0].tolist():
         _end_stopped(state, state.batch.request_at(int(rows[i])), int(stopped[i]))
     for row, message in result.errors.items():
-        if _live_index(state, output, row) is not None:
-            state.cache.distrust(state.batch.tables_of(row))
-            state.end(state.batch.request_at(row), RequestStatus.FINISHED_ERROR, error=message)
+        _end_failed(state, output, row, message)
     for row, drafts in result.drafts.items():
         if _live_index(state, output, row) is not None:
             _accept_drafts(state, row, drafts)
@@ -119,6 +117,18 @@ def _end_stopped(state: SchedulerState, request: Request, why: int) -> None:
     else:
         token = int(state.batch.stop_ids[request.row, why - 1])
         state.end(request, RequestStatus.FINISHED_STOPPED, _stop_reason(state, request, token))
+
+
+def _end_failed(state: SchedulerState, output: SchedulerOutput, row: int, message: str) -> None:
+    """The request that had the row in this step, if it still waits for what it was to give."""
+    i = int(np.flatnonzero(output.rows == row)[0])
+    if state.batch.epoch[row] == output.epochs[i]:
+        state.cache.distrust(state.batch.tables_of(row))
+        state.end(state.batch.request_at(row), RequestStatus.FINISHED_ERROR, error=message)
+        return
+    request = state.requests.get(output.request_ids[i])
+    if request is not None and request.row < 0 and request.epoch == output.epochs[i]:
+        state.end(request, RequestStatus.FINISHED_ERROR, error=message)
 
 
 def _stop_reason(state: SchedulerState, request: Request, token: int) -> int | None:

@@ -182,3 +182,19 @@ def test_one_whose_blocks_have_arrived_does_not_hold_up_an_urgent_one() -> None:
     out = h.schedule()
     assert list(out.num_scheduled_tokens) == ["urgent"] and out.preempted_req_ids == [runs]
     h.update(out)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_row_that_fails_after_its_request_left_it_ends_the_request(preemption: str) -> None:
+    """With steps planned ahead: what the step was to give never comes, so nobody may wait for it."""
+    h = crowded(preemption=preemption, async_scheduling=True)
+    rid = h.add(own_tokens("p", 10), max_tokens=5)
+    output = h.schedule()
+    row = int(output.rows[0])
+    h.scheduler.preempt(rid)
+    result = h.executor.execute(output)
+    result.errors, result.count[0] = {row: "not finite"}, 0
+    outputs = h.scheduler.update_from_output(output, result, h.clock.now())
+    assert [(ended.request.id, ended.error) for ended in outputs.finished] == [(rid, "not finite")]
+    h.run()
+    assert h.num_free_blocks == 11
