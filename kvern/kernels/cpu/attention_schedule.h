@@ -95,7 +95,7 @@ struct Context {
   float* slot(int64_t index) const {
     return (float*)(step.scratch[index % threads] + work.bytes) + index / threads * slot_floats;
   }
-  uint16_t* finished(int split_tile) const { return (uint16_t*)((uint8_t*)&counter + 4) + split_tile; }
+  uint16_t* finished(int split_tile) const { return counter.finished + split_tile; }
 };
 
 uint8_t* take(uint8_t*& at, int64_t bytes) {

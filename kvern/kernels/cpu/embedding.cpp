@@ -41,8 +41,10 @@ void embedding(const Op& op, const Step& step, int thread, int threads) {
   const EmbeddingArgs& args = op.embedding;
   const int64_t rows = num_rows(op, step);
   const int64_t first = rows * thread / threads, last = rows * (thread + 1) / threads;
-  for (int64_t i = first; i < last; i++)
-    decode_row(args.type, args.table + step.token_ids[i] * args.row_bytes, args.columns, args.out.data + i * args.out.stride);
+  for (int64_t i = first; i < last; i++) {
+    const uint8_t* row = args.table + step.token_ids[i] * args.row_bytes;
+    decode_row(args.type, row, args.columns, args.out.data + i * args.out.stride);
+  }
 }
 
 }  // namespace KVERN_ISA

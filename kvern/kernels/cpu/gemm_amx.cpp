@@ -9,7 +9,8 @@
 //
 // int8: the integer sums of a group of k, for 16 rows and one panel, are one instruction; what takes time is to bring
 // them from the tile to the vector registers, through memory, and to scale them. Integer sums are exact and what follows
-// is the sequence of gemm_int8.cpp, so the bits are the same and few rows may use that.
+// is the sequence of gemm_int8.cpp, so the bits are the same. That file's kernels serve few rows, and types with two
+// scales in a group, for which tiles would be half empty.
 //
 // Tile registers are configured once per product: the tallest tile of rows is halved, and the upper and the lower half
 // of all tiles have this height. Where a tile is shorter its halves overlap, and give the common rows the same bits.
@@ -36,36 +37,33 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 lines of W; `width` bytes of a row of x at a time.
-KVERN_INLINE void configure(int height, int width) {
+// Tiles 0-3 hold sums and those before `first_w` rows of x, `width` bytes of a row at a time; the others lines of W.
+KVERN_INLINE void configure(int height, int width, int first_w) {
   TileConfig config;
   memset(&config, 0, sizeof config);
   config.palette = 1;
   for (int i = 0; i < 8; i++) {
-    config.rows[i] = i < 6 ? height : width / 4;
-    config.row_bytes[i] = i == 4 || i == 5 ? width : 64;
+    config.rows[i] = i < first_w ? height : width / 4;
+    config.row_bytes[i] = i >= 4 && i < first_w ? width : 64;
   }
+  // The intrinsic names a part of the struct as what it reads.
   asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
 int begin_square(int tallest) {
   int height = (tallest + 1) / 2;
-  configure(height, 64);
+  configure(height, 64, 6);
   return height;
 }
 
-// Here tile 5 holds W too.
 int begin_wide(int tallest) {
-  TileConfig config;
-  memset(&config, 0, sizeof config);
-  config.palette = 1;
-  for (int i = 0; i < 8; i++) {
-    config.rows[i] = i < 5 ? tallest : 16;
-    config.row_bytes[i] = 64;
-  }
-  asm volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
+  configure(tallest, 64, 5);
+  return tallest;
+}
+
+int begin_int8(int tallest) {
+  configure(tallest, kGroup, 6);
   return tallest;
 }
 
@@ -122,23 +120,22 @@ void bf16_wide(const Tile& t, float* y) {
   _tile_stored(3, y + 48, 256);
 }
 
-// What the int8 kernel reads of a panel: bytes [groups][8 lines], then factors float32 [groups][halves][16] and, for
-// types with one, minimums [groups][16].
+// What the int8 kernel reads of a panel: bytes [groups][8 lines], then factors float32 [groups][16] and, for types with
+// one, minimums [groups][16].
 template <int type>
 struct Expanded {
   using R = Record<type>;
-  static constexpr int64_t kBytes = 512 + 64 * R::kHalves + 64 * R::kMinimum;  // of a group
+  static constexpr int64_t kBytes = 512 + 64 + 64 * R::kMinimum;  // of a group
 
   static void prepare(const uint8_t* panel, int64_t groups, uint8_t* out) {
     uint8_t* factors = out + groups * 512;
-    uint8_t* minimums = factors + groups * 64 * R::kHalves;
+    uint8_t* minimums = factors + groups * 64;
     for (int64_t i = 0; i < groups; i++) {
       const uint8_t* record = R::record(panel, i);
       const int group = i % R::kGroups;
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++) store(out + i * 512 + g * 64, R::quad(record, group, g, 0));
-      for (int half = 0; half < R::kHalves; half++)
-        store(factors + (i * R::kHalves + half) * 64, R::scale(record, group, half, 0));
+      store(factors + i * 64, R::scale(record, group, 0, 0));
       if constexpr (R::kMinimum) store(minimums + i * 64, R::minimum(record, group, 0));
     }
   }
@@ -150,32 +147,29 @@ constexpr int kInt8Rows = 16;
 template <int type>
 KVERN_INLINE void int8_panel(const Tile& t, int i, float* y) {
   using R = Record<type>;
-  constexpr int kWidth = kGroup / R::kHalves;  // k of one integer sum, a part
-  const int64_t stride = t.x->columns, parts = t.groups * R::kHalves;
+  const int64_t stride = t.x->columns;
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
   const float* scales = t.x->scale + t.row * stride / kGroup;
   const uint8_t* panel = t.panels[i];
   const uint8_t* factors = panel + t.groups * 512;
-  const uint8_t* minimums = factors + parts * 64;
-  alignas(64) int32_t ints[2][kInt8Rows][kPanel];  // two, so that a part need not wait for the one before to be read
+  const uint8_t* minimums = factors + t.groups * 64;
+  alignas(64) int32_t ints[2][kInt8Rows][kPanel];  // two, so that a group need not wait for the one before to be read
   F32 sums[kInt8Rows];
   for (int r = 0; r < kInt8Rows; r++) sums[r] = F32{};
   memory_is_read();
-  for (int64_t part = 0; part < parts; part++) {
-    const int64_t group = part / R::kHalves;
-    if (part % R::kHalves == 0)
-      for (int64_t line = 0; line < t.ahead_lines; line++) prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
-    auto& dots = ints[part & 1];
+  for (int64_t group = 0; group < t.groups; group++) {
+    for (int64_t line = 0; line < t.ahead_lines; line++) prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
+    auto& dots = ints[group & 1];
     _tile_zero(0);
-    _tile_loadd(4, x + part * kWidth, stride);
-    _tile_loadd(6, panel + part * kWidth * kPanel, 64);
+    _tile_loadd(4, x + group * kGroup, stride);
+    _tile_loadd(6, panel + group * 512, 64);
     _tile_dpbsud(0, 4, 6);
     _tile_stored(0, dots, 64);
-    const F32 factor = load<F32>(factors + part * 64);
+    const F32 factor = load<F32>(factors + group * 64);
     const F32 minimum = R::kMinimum ? load<F32>(minimums + group * 64) : F32{};
 #pragma GCC unroll 16
     for (int r = 0; r < kInt8Rows; r++) {
-      const uint8_t* s = t.sums + (r * t.sums_stride + part) * 4;
+      const uint8_t* s = t.sums + (r * t.sums_stride + group) * 4;
       I32 dot = load<I32>(dots[r]);
       if constexpr (!R::kMinimum) dot += broadcast_int(s);
       sums[r] = fma(factor * broadcast(scales[r * (stride / kGroup) + group]), to_float(dot), sums[r]);
@@ -190,28 +184,24 @@ void int8_tile(const Tile& t, float* y) {
   for (int i = 0; i < 2; i++) int8_panel<type>(t, i, y + i * kPanel);
 }
 
-template <int halves>
-int begin_int8(int tallest) {
-  configure(tallest, kGroup / halves);
-  return tallest;
-}
-
 struct UseInt8 {
   Method& m;
   int64_t in;
   template <int type>
   void operator()() {
     using R = Record<type>;
-    m.tile_rows = kInt8Rows;
-    m.full_tiles = true;
-    m.sums_per_group = R::kHalves;
-    m.offset = R::kOffset;
-    m.minimum = R::kMinimum;
-    m.kernels[kInt8Rows - 1] = int8_tile<type>;
-    m.prepare = Expanded<type>::prepare;
-    m.prepared_bytes = Expanded<type>::kBytes * in / kGroup;
-    m.begin = begin_int8<R::kHalves>;
-    m.end = end;
+    if constexpr (R::kHalves == 1) {
+      m.tile_rows = kInt8Rows;
+      m.full_tiles = true;
+      m.sums_per_group = 1;
+      m.offset = R::kOffset;
+      m.minimum = R::kMinimum;
+      m.kernels[kInt8Rows - 1] = int8_tile<type>;
+      m.prepare = Expanded<type>::prepare;
+      m.prepared_bytes = Expanded<type>::kBytes * in / kGroup;
+      m.begin = begin_int8;
+      m.end = end;
+    }
   }
 };
 
@@ -237,7 +227,7 @@ void use_amx(const LinearArgs& args, int64_t rows, Method& m) {
   if (args.x.form == kBf16) {
     use_amx_bf16(args.weight, rows, m);
     m.chunk_rows = chunk(args.x.columns * 2);
-  } else if (rows < kInt8Rows) {
+  } else if (rows < kInt8Rows || args.weight.type == kQ6_K) {
     use_int8(args.weight, rows, m);
   } else {
     UseInt8 use{m, args.weight.in};

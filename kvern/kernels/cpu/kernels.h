@@ -63,8 +63,8 @@ struct PackedWeight {
 // Keys and values of one layer, pages of 16 tokens:
 //   page p, kv head h at base + (p * kv_heads + h) * head_bytes
 //   bf16  keys [head_dim / 2][16 tokens][2], then values [8 pairs of tokens][head_dim][2]; head_bytes = 64 * head_dim
-//   int8  keys [head_dim / 4][16][4], values [4 quads of tokens][head_dim][4], then float32 scales [16] of the keys and
-//         [16] of the values; head_bytes = 32 * head_dim + 128
+//   int8  keys + 128 [head_dim / 4][16][4], values [4 quads of tokens][head_dim][4], then float32 scales [16] of the
+//         keys and [16] of the values; head_bytes = 32 * head_dim + 128
 // A block of the cache is block_size / 16 pages in a row.
 struct KVCache {
   uint8_t* base;
@@ -89,9 +89,10 @@ struct Plan {
 
 constexpr int kMaxPlans = 16;
 
-// One cache line per counter: threads draw work from it.
+// One line per op: threads draw work from it. finished: attention's, which leaves it at 0.
 struct alignas(128) Counter {
   int32_t next;
+  uint16_t finished[62];
 };
 
 struct Step {

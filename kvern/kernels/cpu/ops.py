@@ -29,6 +29,7 @@ from kvern.kernels.cpu.weights import PackedMatrix, StoredMatrix, pack, quantize
 from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
 
 PAGE = 16  # tokens whose keys and values lie together
+MOST_HEAD_DIM = 1024
 _COLUMNS = 32  # a product's input is padded to a multiple
 _DEFAULT_ROWS = 4096
 _NO_VIEW = abi.View(None, 0)
@@ -185,10 +186,10 @@ class NativeOps:
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> list[NativeCache]:
         """Raises ValueError for a block size or a head dimension that the kernels do not know."""
-        if block_size % PAGE or head_dim % PAGE:
+        if block_size % PAGE or head_dim % PAGE or head_dim > MOST_HEAD_DIM:
             raise ValueError(
-                f"native kernels need a block_size and a head dimension that are multiples of {PAGE}, "
-                f"not {block_size} and {head_dim}"
+                f"native kernels need a block_size and a head dimension up to {MOST_HEAD_DIM} that are multiples of "
+                f"{PAGE}, not {block_size} and {head_dim}"
             )
         block_bytes = block_size // PAGE * self.kv_bytes(num_kv_heads, head_dim)
         memory = Memory(num_layers * num_blocks * block_bytes)

@@ -5,8 +5,8 @@
 // The cache wants keys with two (bf16) or four (int8) dimensions of a token side by side, values with two or four
 // tokens of a dimension side by side (attention_bf16.h says why):
 //
-//   bf16   keys [head_dim / 2][16 tokens][2]   values [8 pairs of tokens][head_dim][2]
-//   int8   keys [head_dim / 4][16 tokens][4]   values [4 quads of tokens][head_dim][4]   scales of keys [16], values [16]
+//   bf16   keys [head_dim / 2][16 tokens][2]     values [8 pairs of tokens][head_dim][2]
+//   int8   keys [head_dim / 4][16 tokens][4]     values [4 quads of tokens][head_dim][4]     float scales [2][16]
 //
 // A key is scattered in words of 4 bytes, which are its own. The words of a value belong to 2 or 4 tokens: where all of
 // them are in this thread's share they are put together in registers and stored whole; else each token stores its own
