@@ -84,8 +84,9 @@ class Recorder:
         self._sampler = sampler
         self.logits = {}
 
-    def sample(self, logits, rows, positions, *, places, best=None):
-        for place, row, position in zip(places.tolist(), rows.tolist(), positions.tolist(), strict=True):
+    def sample(self, logits, rows, positions, *, places=None, best=None):
+        where = np.arange(len(rows)) if places is None else places
+        for place, row, position in zip(where.tolist(), rows.tolist(), positions.tolist(), strict=True):
             self.logits[row, position] = logits[place].copy()
         return self._sampler.sample(logits, rows, positions, places=places, best=best)
 

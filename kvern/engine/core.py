@@ -12,6 +12,7 @@ published but not computed; so the core refuses all further use, and its owner e
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_EMPTY_STEPS = 16  # in a row, with unfinished work: then the engine is stuck and says so
 _IDLE_CHECK_SECONDS = 30.0  # the invariants are checked when idle, but not after every lone request
 _DUMPED_REQUESTS = 20
+_STATS_SECONDS = 0.05  # between reports of the engine's state while steps follow each other
 _EXTERNAL = (BlockedBy.GRAMMAR, BlockedBy.REMOTE_KV, BlockedBy.PAUSED)  # what only somebody outside can end
 
 
@@ -72,6 +74,7 @@ class EngineCore:
         self._empty_steps = 0
         self._last_step_seconds = 0.0
         self._last_idle_check = self.clock.now()
+        self._last_stats = -math.inf
 
     def step(self) -> StepReport:
         """Advance every request that can be advanced. Raises EngineDeadError; the core is then of no further use."""
@@ -276,8 +279,16 @@ class EngineCore:
             token_ids=[ids[:n] for ids, n in zip(outputs.token_ids.tolist(), outputs.count.tolist(), strict=True)],
             updates=updates,
             time=self.clock.now(),
-            stats=self.stats(),
+            stats=self._stats_if_due(),
         )
+
+    def _stats_if_due(self) -> EngineStats | None:
+        """Not with every step: nobody reads them that often. With the last one before the engine is idle."""
+        now = self.clock.now()
+        if self.has_work() and now - self._last_stats < _STATS_SECONDS:
+            return None
+        self._last_stats = now
+        return self.stats()
 
 
 def _update_of(updates: dict[str, RequestUpdate], request_id: str) -> RequestUpdate:

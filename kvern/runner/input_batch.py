@@ -53,14 +53,19 @@ class InputBatch:
     def prepare(self, output: SchedulerOutput) -> StepInputs:
         """The step's tokens, row after row in scheduling order. The output must have been applied."""
         q_len = output.num_new.astype(np.int64)
-        ends = np.cumsum(q_len)
-        starts = ends - q_len
         computed = output.num_computed.astype(np.int64)
         context_len = computed + q_len
-        rows = np.repeat(output.rows, q_len)
-        positions = np.arange(ends[-1]) + np.repeat(computed - starts, q_len)
+        rows = output.rows
+        if int(np.add.reduce(q_len)) == len(q_len):  # all decode: most steps
+            positions, starts = computed, np.arange(len(q_len))
+            ends = starts + 1
+        else:
+            ends = np.cumsum(q_len)
+            starts = ends - q_len
+            rows = np.repeat(rows, q_len)
+            positions = np.arange(ends[-1]) + np.repeat(computed - starts, q_len)
         column, offset = np.divmod(positions, self.block_size)
-        most_blocks = -(-int(context_len.max()) // self.block_size)
+        most_blocks = -(-int(np.maximum.reduce(context_len)) // self.block_size)
         metadata = [
             AttentionMetadata(
                 positions=positions,

@@ -148,6 +148,8 @@ class ModelRunner:
         """Sample where `output.samples` says so, against the drafts if there are any; append to the rows, and put into
         `result`."""
         drafts = output.draft_tokens
+        if not drafts and not result.errors and self.proposer is None:
+            return self._sample_one_each(output, inputs, hidden, result)
         most = max(map(len, drafts.values()), default=0)
         result.token_ids = np.zeros((len(output.rows), 1 + most), dtype=np.int32)
         sampled = np.flatnonzero(output.samples)
@@ -172,6 +174,34 @@ class ModelRunner:
             self.batch.append(rows[i], positions[i] + column, verified.token_ids[i, column])
             if self.proposer is not None:
                 self._propose(rows, positions + verified.count, verified.count, result)
+
+    def _sample_one_each(
+        self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput
+    ) -> None:
+        """The same without drafts, as most steps are: one token each."""
+        index, last = None, inputs.last
+        if not output.samples.all():
+            index = output.samples.nonzero()[0]
+            last = last[index]
+        for start in range(0, len(last), _LOGITS_ROWS):
+            part = slice(start, start + _LOGITS_ROWS) if index is None else index[start : start + _LOGITS_ROWS]
+            rows: Int32 = output.rows[part]
+            positions: Int32 = output.num_computed[part] + output.num_new[part]
+            logits = self._logits(hidden, last[start : start + _LOGITS_ROWS])
+            best = self.ops.argmax(logits)
+            sampled = self.sampler.sample(self.ops.to_numpy(logits), rows, positions, best=best)
+            tokens = sampled.token_ids
+            result.token_ids[part, 0] = tokens
+            result.count[part] = 1
+            if sampled.errors:
+                result.errors.update(sampled.errors)
+                good = np.array([row not in sampled.errors for row in rows.tolist()])
+                result.count[part] = good
+                rows, positions, tokens = rows[good], positions[good], tokens[good]
+            for row, entry in sampled.logprobs.items():
+                result.logprobs[row] = [entry]
+            self.batch.append(rows, positions, tokens)
+            self.sampler.append(rows, tokens)
 
     def _propose(self, rows: Int32, known: Int32, count: Int32, result: ModelRunnerOutput) -> None:
         """Drafts for the rows that got tokens; they have `known` of them now."""

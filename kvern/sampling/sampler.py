@@ -28,6 +28,7 @@ from kvern.step import Int32, TokenLogprobs
 
 Float32 = NDArray[np.float32]
 
+_NOWHERE = np.zeros(0, dtype=np.intp)
 _SUM_BLOCK = 256
 _NUCLEUS_SHIFT = 20  # of a float32's bits: leaves sign, exponent and 3 bits of the mantissa, 8 bins an octave
 
@@ -113,16 +114,21 @@ class Sampler:
         largest, if they are known; NaN counts as largest. Greedy is the exact argmax, the lowest id on a tie. A row
         without a finite largest logit fails alone, in `errors`.
         """
-        if places is None:
-            places = np.arange(len(rows))
         if best is None:
             index = logits.argmax(axis=1).astype(np.int32)
             best = index, np.take_along_axis(logits, index[:, None], axis=1)[:, 0]
+        tokens, peaks = best
+        if places is None:
+            places = np.arange(len(rows)) if self._rows or self._logprobs else _NOWHERE
+            tokens = tokens.copy()
+        else:
+            tokens, peaks = tokens[places], peaks[places]
         errors: dict[int, str] = {}
-        tokens, peaks = best[0][places], best[1][places]
-        for i in np.flatnonzero(~np.isfinite(peaks)).tolist():
-            errors[int(rows[i])] = f"the model's largest logit is {peaks[i]}"
-            tokens[i] = 0
+        finite = np.isfinite(peaks)
+        if np.count_nonzero(finite) < len(finite):
+            for i in (~finite).nonzero()[0].tolist():
+                errors[int(rows[i])] = f"the model's largest logit is {peaks[i]}"
+                tokens[i] = 0
         if self._rows:
             for i, row in enumerate(rows.tolist()):
                 state = self._rows.get(row)

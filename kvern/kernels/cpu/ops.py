@@ -306,8 +306,8 @@ class NativeOps:
         value = buffer.address + capacity * 4
         self._emit("argmax", abi.ArgmaxArgs(x.view, x.columns, buffer.address, value), x.rows, (x.buffer,), buffer)
         count = self._step.num_tokens if x.rows == abi.TOKENS else self._step.num_rows
-        index = np.frombuffer((ctypes.c_int32 * count).from_address(buffer.address), dtype=np.int32).copy()
-        return index, np.frombuffer((ctypes.c_float * count).from_address(value), dtype=np.float32).copy()
+        found = np.ctypeslib.as_array((ctypes.c_int32 * (2 * capacity)).from_address(buffer.address))
+        return found[:count].copy(), found[capacity : capacity + count].view(np.float32).copy()
 
     # Attention
 
