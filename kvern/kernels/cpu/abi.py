@@ -112,6 +112,7 @@ class LinearArgs(Structure):
         ("out", View),
         ("gate", c_int32),
         ("reserved", c_int32),
+        ("quantized", Activation),
     )
 
 
@@ -132,6 +133,7 @@ class RmsNormArgs(Structure):
         ("group", c_int64),
         ("eps", c_float),
         ("offset", c_float),
+        ("quantized", Activation),
     )
 
 
@@ -156,6 +158,7 @@ class AttentionArgs(Structure):
         ("heads", c_int32),
         ("scale", c_float),
         ("window", c_int32),
+        ("quantized", Activation),
     )
 
 
@@ -177,7 +180,7 @@ class _Args(Union):
         ("write_kv", WriteKVArgs),
         ("attention", AttentionArgs),
         ("argmax", ArgmaxArgs),
-        ("bytes", ctypes.c_uint8 * 192),
+        ("bytes", ctypes.c_uint8 * 256),
     )
 
 

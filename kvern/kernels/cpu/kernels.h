@@ -153,6 +153,7 @@ struct LinearArgs {  // out = x W^T + bias + residual, or the gate of its two ha
   View out;
   int32_t gate;  // kNoGate; else W's rows are the two halves a, b, and out [rows, out / 2] = f(a) * b
   int32_t reserved;
+  Activation quantized;  // values not null, only with a gate: the result is read by products alone, and goes here too
 };
 struct AddArgs {
   View a;
@@ -174,6 +175,7 @@ struct RmsNormArgs {  // over groups of `group` columns; weight [group]
   int64_t group;
   float eps;
   float offset;
+  Activation quantized;  // values not null: the result is read by products alone, and goes here instead of `out`
 };
 struct GateArgs {  // out = f(x[:, :columns]) * x[:, columns:]
   View x;
@@ -203,6 +205,7 @@ struct AttentionArgs {
   int32_t heads;
   float scale;
   int32_t window;  // 0: none
+  Activation quantized;  // values not null: as with RmsNormArgs; head_dim is a multiple of 32 then
 };
 struct ArgmaxArgs {  // of each row: where it is (the lowest index of equals), and the value; NaN counts as largest
   View x;
@@ -229,7 +232,7 @@ struct Op {
     WriteKVArgs write_kv;
     AttentionArgs attention;
     ArgmaxArgs argmax;
-    uint8_t bytes[192];
+    uint8_t bytes[256];
   };
 };
 

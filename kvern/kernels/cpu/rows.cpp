@@ -4,6 +4,7 @@
 // vector are computed in a vector of their own, padded with zeros.
 #include "activations.h"
 #include "kernels.h"
+#include "quantize.h"
 #include "simd.h"
 
 namespace kvern {
@@ -16,11 +17,6 @@ struct Range {
 };
 KVERN_INLINE Range part(int64_t n, int thread, int threads) { return {n * thread / threads, n * (thread + 1) / threads}; }
 
-KVERN_INLINE F32 load_some(const float* p, int64_t n) {
-  F32 v = {};
-  memcpy(&v, p, (size_t)(n < kLanes ? n : kLanes) * 4);
-  return v;
-}
 KVERN_INLINE void store_some(float* p, F32 v, int64_t n) { memcpy(p, &v, (size_t)(n < kLanes ? n : kLanes) * 4); }
 
 // out[i] = f(i), 16 columns at a time.
@@ -30,7 +26,7 @@ KVERN_INLINE void each(float* out, int64_t columns, F f) {
   for (; i + kLanes <= columns; i += kLanes) store(out + i, f(i, (int64_t)kLanes));
   if (i < columns) store_some(out + i, f(i, columns - i), columns - i);
 }
-KVERN_INLINE F32 take(const float* p, int64_t n) { return n == kLanes ? load<F32>(p) : load_some(p, n); }
+KVERN_INLINE F32 take(const float* p, int64_t n) { return n == kLanes ? load<F32>(p) : load_at_most(p, n); }
 
 }  // namespace
 
@@ -63,6 +59,7 @@ void rms_norm(const Op& op, const Step& step, int thread, int threads) {
   const RmsNormArgs& a = op.rms_norm;
   Range r = part(num_rows(op, step), thread, threads);
   for (int64_t i = r.begin; i < r.end; i++) {
+    float* out = a.quantized.values ? (float*)step.scratch[thread] : a.out.data + i * a.out.stride;
     for (int64_t start = 0; start < a.columns; start += a.group) {
       const float* x = a.x.data + i * a.x.stride + start;
       // Four sums, so that the additions need not wait for each other.
@@ -74,15 +71,16 @@ void rms_norm(const Op& op, const Step& step, int thread, int threads) {
           squares[j] = fma(v, v, squares[j]);
         }
       for (; k < a.group; k += kLanes) {
-        F32 v = load_some(x + k, a.group - k);
+        F32 v = load_at_most(x + k, a.group - k);
         squares[0] = fma(v, v, squares[0]);
       }
       float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)a.group;
       F32 factor = set1(1.0f / sqrt(set1(mean + a.eps))[0]);
-      each(a.out.data + i * a.out.stride + start, a.group, [&](int64_t c, int64_t n) {
+      each(out + start, a.group, [&](int64_t c, int64_t n) {
         return take(x + c, n) * factor * (take(a.weight + c, n) + a.offset);
       });
     }
+    if (a.quantized.values) quantize_columns(out, a.columns, 0, a.quantized.columns, a.quantized, i);
   }
 }
 
@@ -99,44 +97,11 @@ void gate(const Op& op, const Step& step, int thread, int threads) {
   }
 }
 
-namespace {
-
-void quantize_bf16(const float* x, int64_t columns, const Activation& out, int64_t row) {
-  uint16_t* values = (uint16_t*)out.values + row * out.columns;
-  for (int64_t k = 0; k < out.columns; k += kLanes)
-    store(values + k, to_bf16(k < columns ? load_some(x + k, columns - k) : F32{}));
-}
-
-void quantize_int8(const float* x, int64_t columns, const Activation& out, int64_t row) {
-  int8_t* values = (int8_t*)out.values + row * out.columns;
-  float* scales = out.scale + row * (out.columns / 32);
-  int32_t* sums = out.sums + row * (out.columns / 16);
-  for (int64_t k = 0; k < out.columns; k += 32) {
-    F32 a = k < columns ? load_some(x + k, columns - k) : F32{};
-    F32 b = k + 16 < columns ? load_some(x + k + 16, columns - k - 16) : F32{};
-    F32 abs_a = (F32)((U32)a & 0x7fffffff), abs_b = (F32)((U32)b & 0x7fffffff);
-    float peak = max(max(abs_a, abs_b));
-    F32 inverse = set1(peak > 0 ? 127.0f / peak : 0.0f);
-    I32 qa = round_to_int(a * inverse), qb = round_to_int(b * inverse);
-    store(values + k, __builtin_convertvector(qa, I8x16));
-    store(values + k + 16, __builtin_convertvector(qb, I8x16));
-    scales[k / 32] = peak / 127.0f;
-    sums[k / 16] = sum(qa);
-    sums[k / 16 + 1] = sum(qb);
-  }
-}
-
-}  // namespace
-
 void quantize(const Op& op, const Step& step, int thread, int threads) {
   const QuantizeArgs& a = op.quantize;
   Range r = part(num_rows(op, step), thread, threads);
   for (int64_t i = r.begin; i < r.end; i++) {
-    const float* x = a.x.data + i * a.x.stride;
-    if (a.out.form == kBf16)
-      quantize_bf16(x, a.columns, a.out, i);
-    else
-      quantize_int8(x, a.columns, a.out, i);
+    quantize_columns(a.x.data + i * a.x.stride, a.columns, 0, a.out.columns, a.out, i);
   }
 }
 
