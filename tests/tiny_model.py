@@ -6,6 +6,7 @@ from kvern.config import ModelConfig, SchedulerConfig
 from kvern.kernels.ops import AttentionMetadata, StoredTensor, load_ops
 from kvern.models.registry import load_model
 from kvern.runner.cache_layout import cache_layout
+from kvern.runner.graphs import GraphMode
 from kvern.runner.model_runner import ModelRunner
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewBlocks, NewRequest, SchedulerOutput
@@ -100,14 +101,14 @@ class Driver:
     Each cache group has a pool of num_blocks of its own: block b of the driver is b + group * num_blocks in the cache.
     """
 
-    def __init__(self, model, **limits):
+    def __init__(self, model, *, graph_mode=GraphMode.FULL, **limits):
         limits = {"num_blocks": 200, "block_size": 16, "max_model_len": 512, "max_num_seqs": 40} | limits
         groups = cache_layout(model.config).groups
         self.free = list(range(1, limits["num_blocks"]))
         self.pools = [group * limits["num_blocks"] for group in range(len(groups))]
         limits["num_blocks"] *= len(groups)
         self.config = SchedulerConfig(kv_groups=groups, **limits)
-        self.runner = ModelRunner(model, self.config)
+        self.runner = ModelRunner(model, self.config, graph_mode=graph_mode)
         self.runner.sampler = self.recorder = Recorder(self.runner.sampler)
         self.rows = {}  # row -> [tokens computed, tokens known, block table]
         self.pending = []

@@ -1,9 +1,10 @@
 """A recorded list of operations, and what can be joined in it.
 
-Two patterns of a decoder are one pass over memory instead of two: a product followed by a gate of its halves, and a
-product added to a residual. The product's kernel does the second operation where it would have stored the first one's
-result. It is safe where nobody else reads that result, and where the memory it is now written to does not hold the
-product's own input; buffers carry serial numbers, so both can be seen in the list.
+Some neighbours in a decoder are one pass over memory instead of two: a product and the gate of its halves, a product and
+the residual it is added to, and whatever makes a product's input and its conversion. The first one's kernel does the
+second operation where it would have stored its result. It is safe where nobody else reads that result, and where the
+memory that is now written earlier does not hold the first one's own input; buffers carry serial numbers, so both can be
+seen in the list.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from kvern.kernels.cpu.library import op_array
 _LINEAR = abi.OP_KINDS.index("linear")
 _GATE = abi.OP_KINDS.index("gate")
 _ADD = abi.OP_KINDS.index("add")
-_ATTENTION = (abi.OP_KINDS.index("write_kv"), abi.OP_KINDS.index("attention"))
+_QUANTIZE = abi.OP_KINDS.index("quantize")
+_RMS_NORM = abi.OP_KINDS.index("rms_norm")
+_ATTENTION = abi.OP_KINDS.index("attention")
+_APART = (abi.OP_KINDS.index("write_kv"), _ATTENTION)  # what a tape in pieces leaves outside
+_BLOCK = 32  # columns that are converted together
 _PANEL_PAIR = 32  # rows of a gated weight's halves come in whole panels of 16
 
 
@@ -45,7 +50,7 @@ class Tape:
 def _split(entries: list[Entry], pieces: bool) -> Iterator[list[Entry]]:
     piece: list[Entry] = []
     for entry in entries:
-        if pieces and entry.op.kind in _ATTENTION:
+        if pieces and entry.op.kind in _APART:
             if piece:
                 yield piece
             yield [entry]
@@ -63,7 +68,7 @@ def join(entries: list[Entry], output_serial: int) -> list[Entry]:
     joined: list[Entry] = []
     for entry in entries:
         before = joined[-1] if joined else None
-        if before is not None and before.op.kind == _LINEAR and before.writes is not None and entry.writes is not None:
+        if before is not None and before.writes is not None and entry.writes is not None:
             alone = uses[before.writes.serial] == 1 and writers[before.writes.serial] == 1
             apart = not any(entry.writes.overlaps(span) for span in before.reads)
             both = _join_pair(before, entry) if alone and apart else None
@@ -74,19 +79,39 @@ def join(entries: list[Entry], output_serial: int) -> list[Entry]:
     return joined
 
 
-def _join_pair(linear: Entry, entry: Entry) -> Entry | None:
-    """Both as one product; None if they are not of a kind that can be."""
+def _join_pair(first: Entry, second: Entry) -> Entry | None:
+    """Both as one; None if they are not of kinds that can be."""
+    if first.writes not in second.reads:
+        return None
+    if second.op.kind == _QUANTIZE:
+        return _convert(first, second)
+    if first.op.kind == _LINEAR:
+        return _extend_product(first, second)
+    return None
+
+
+def _convert(maker: Entry, entry: Entry) -> Entry | None:
+    """What makes a product's input converts it as well."""
+    op = abi.Op.from_buffer_copy(maker.op)
+    if op.kind == _RMS_NORM:
+        op.rms_norm.quantized = entry.op.quantize.out
+    else:
+        return None
+    return Entry(op, maker.reads, entry.writes)
+
+
+def _extend_product(linear: Entry, entry: Entry) -> Entry | None:
     op = abi.Op.from_buffer_copy(linear.op)
     args = op.linear
     if args.gate != abi.NO_GATE or args.residual.data is not None or linear.writes is None:
         return None
-    if entry.op.kind == _GATE and linear.writes in entry.reads:
+    if entry.op.kind == _GATE:
         if args.weight.out % _PANEL_PAIR or args.weight.out != 2 * entry.op.gate.columns:
             return None
         args.gate = entry.op.gate.gate
         args.out = entry.op.gate.out
         return Entry(op, linear.reads, entry.writes)
-    if entry.op.kind == _ADD and linear.writes in entry.reads:
+    if entry.op.kind == _ADD:
         add = entry.op.add
         other = add.b if add.a.data == args.out.data else add.a
         if other.data == args.out.data or args.weight.out != add.columns:
