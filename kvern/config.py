@@ -42,9 +42,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Meta(description="which implementation computes the model; auto: native where it is built and can"),
     ] = "auto"
     activations: Annotated[
-        Literal["int8", "bf16"],
-        Meta(description="what is multiplied with quantised weights: int8 is faster, bf16 more exact"),
-    ] = "int8"
+        Literal["auto", "int8", "bf16"],
+        Meta(description="what is multiplied with quantised weights; auto: bf16 with tile registers (AMX), else int8"),
+    ] = "auto"
     quantize: Annotated[
         Literal["none", "int8", "int4"],
         Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_0 blocks"),
@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Meta(description="longest prompt + output in tokens; default: the model's, as far as the cache allows"),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="most requests that run at once")] = 64
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 1024
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="most tokens in one step")] = 512
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one prompt in a step while others want to run; 0: no such limit")
     ] = 0

@@ -60,6 +60,18 @@ bool request_tiles() {
 #endif
 }
 
+bool has_amx() {
+#if defined(__linux__) && defined(__x86_64__)
+  uint32_t a = 7, b, c = 0, d;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  return (d & kAmxBf16) && (d & kAmxTile) && (d & kAmxInt8) && request_tiles();
+#else
+  return false;
+#endif
+}
+
+// The set named `wanted`, or the best one if it is empty; null if this build or this machine lacks it.
 const Kernels* choose(const char* wanted) {
   auto is = [&](const char* name) { return !wanted[0] || strcmp(wanted, name) == 0; };
 #if defined(__x86_64__)
@@ -67,20 +79,12 @@ const Kernels* choose(const char* wanted) {
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  bool tiles = false;
-#if defined(__linux__)
-  if (avx512 && is("amx")) {
-    uint32_t a = 7, b, c = 0, d;
-    asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
-    tiles = (d & kAmxBf16) && (d & kAmxTile) && (d & kAmxInt8) && request_tiles();
-  }
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  if (is("amx") && kernels_amx && avx512 && has_amx()) return kernels_amx();
+  if (is("avx512") && kernels_avx512 && avx512) return kernels_avx512();
+  if (is("avx2") && kernels_avx2 && avx2) return kernels_avx2();
 #endif
-  if (tiles) return kernels_amx();
-  if (avx512 && is("avx512")) return kernels_avx512();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && is("avx2")) return kernels_avx2();
-#endif
-  return is("portable") ? kernels_portable() : nullptr;
+  return is("portable") && kernels_portable ? kernels_portable() : nullptr;
 }
 
 struct Engine {

@@ -251,9 +251,10 @@ struct Kernels {
                int64_t first_panel, int64_t last_panel);
 };
 
-const Kernels* kernels_portable();
-const Kernels* kernels_avx2();
-const Kernels* kernels_avx512();
-const Kernels* kernels_amx();
+// Null where a build leaves a set out.
+__attribute__((weak)) const Kernels* kernels_portable();
+__attribute__((weak)) const Kernels* kernels_avx2();
+__attribute__((weak)) const Kernels* kernels_avx512();
+__attribute__((weak)) const Kernels* kernels_amx();
 
 }  // namespace kvern

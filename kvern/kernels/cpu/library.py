@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_void_p
@@ -25,10 +26,13 @@ class KernelsMissing(RuntimeError):
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library. Raises KernelsMissing if it is not there, or is another version's."""
+    """The library. Raises KernelsMissing if it is not there, or is another version's. KVERN_CPU_LIBRARY in the
+    environment names another build of it, as with a sanitizer."""
     # An editable install puts what it builds beside the other packages, not beside this file.
     folders = [Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "kvern" / "kernels" / "cpu"]
-    path = next((folder / _NAME for folder in folders if (folder / _NAME).exists()), None)
+    places = [Path(os.environ["KVERN_CPU_LIBRARY"])] if "KVERN_CPU_LIBRARY" in os.environ else []
+    places += [folder / _NAME for folder in folders]
+    path = next((place for place in places if place.exists()), None)
     if path is None:
         raise KernelsMissing("kvern was installed without its native kernels: no C++ compiler was found")
     try:
