@@ -43,7 +43,10 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "auto"
     activations: Annotated[
         Literal["auto", "int8", "bf16"],
-        Meta(description="what is multiplied with quantised weights; auto: bf16 with tile registers (AMX), else int8"),
+        Meta(
+            description="what is multiplied with quantised weights, those of queries, keys and values excepted, which "
+            "get bf16; auto: bf16 with tile registers (AMX), else int8"
+        ),
     ] = "auto"
     quantize: Annotated[
         Literal["none", "int8", "int4"],

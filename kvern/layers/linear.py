@@ -15,13 +15,20 @@ class Linear:
         self.bias = bias
 
     @classmethod
-    def load(cls, weights: Weights, in_features: int, out_features: dict[str, int], *, bias: bool = False) -> Linear:
-        """The layers named by the keys of `out_features` as one, their outputs side by side."""
+    def load(
+        cls,
+        weights: Weights,
+        in_features: int,
+        out_features: dict[str, int],
+        *,
+        bias: bool = False,
+        precise: bool = False,
+    ) -> Linear:
+        """The layers named by the keys of `out_features` as one, their outputs side by side. precise: see Ops.pack."""
         ops = weights.ops
-        weight = ops.pack(weights.load({f"{name}.weight": (n, in_features) for name, n in out_features.items()}))
-        return cls(
-            ops, weight, weights.load({f"{name}.bias": (n,) for name, n in out_features.items()}) if bias else None
-        )
+        stored = weights.load({f"{name}.weight": (n, in_features) for name, n in out_features.items()})
+        shift = weights.load({f"{name}.bias": (n,) for name, n in out_features.items()}) if bias else None
+        return cls(ops, ops.pack(stored, precise=precise), shift)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)

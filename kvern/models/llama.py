@@ -94,7 +94,8 @@ class Llama:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         return Attention(
-            Linear.load(weights, config.hidden_size, qkv_sizes, bias=qkv_bias),
+            # What is rounded here goes through an exponential: most of int8's error would come from this product.
+            Linear.load(weights, config.hidden_size, qkv_sizes, bias=qkv_bias, precise=True),
             Linear.load(weights, q_size, {"o_proj": config.hidden_size}, bias=out_bias),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

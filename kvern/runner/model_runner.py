@@ -174,6 +174,7 @@ class ModelRunner:
             self.batch.append(rows[i], positions[i] + column, verified.token_ids[i, column])
             if self.proposer is not None:
                 self._propose(rows, positions + verified.count, verified.count, result)
+        return None
 
     def _sample_one_each(
         self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor, result: ModelRunnerOutput

@@ -176,10 +176,10 @@ class NativeOps:
         stored = [part if isinstance(part, StoredTensor) else StoredTensor.of(part) for part in parts]
         return vector(stored) if len(stored[0].shape) == 1 else StoredMatrix(stored)
 
-    def pack(self, weight: StoredMatrix) -> PackedMatrix:
+    def pack(self, weight: StoredMatrix, *, precise: bool = False) -> PackedMatrix:
         if self.quantize != "none":
             weight = quantized(weight, self.quantize)
-        return pack(self.engine, self._arena, weight)
+        return pack(self.engine, self._arena, weight, precise)
 
     def kv_bytes(self, num_kv_heads: int, head_dim: int) -> int:
         """Bytes of a page of one layer's cache."""
@@ -267,7 +267,8 @@ class NativeOps:
     def linear(self, x: NativeTensor, weight: PackedMatrix, bias: Float32 | None = None) -> NativeTensor:
         out = self._new(weight.out, x.rows)
         for start, packed in weight.segments:
-            form = abi.BF16 if packed.type == abi.WEIGHT_BF16 or self.activations == "bf16" else abi.INT8
+            exact = weight.precise or packed.type == abi.WEIGHT_BF16 or self.activations == "bf16"
+            form = abi.BF16 if exact else abi.INT8
             buffer, activation = self._activation(x, form)
             view = abi.View(out.view.data + 4 * start, out.stride)
             shift = None if bias is None else bias.ctypes.data + 4 * start

@@ -30,8 +30,9 @@ class Segment(NamedTuple):
 class PackedMatrix:
     """[out, in] as one packed weight per run of parts of one type: a file may quantise what is fused differently."""
 
-    def __init__(self, segments: list[Segment], out: int, columns: int) -> None:
+    def __init__(self, segments: list[Segment], out: int, columns: int, precise: bool) -> None:
         self.segments = segments
+        self.precise = precise  # multiplied with bf16, never int8
         self.out = out
         self.columns = columns
 
@@ -45,7 +46,7 @@ class StoredMatrix:
         self.num_rows = sum(part.shape[0] for part in parts)
 
 
-def pack(engine: NativeEngine, arena: Arena, matrix: StoredMatrix) -> PackedMatrix:
+def pack(engine: NativeEngine, arena: Arena, matrix: StoredMatrix, precise: bool) -> PackedMatrix:
     segments: list[Segment] = []
     start = 0
     for kind, same in groupby(matrix.parts, key=lambda part: part.type):
@@ -63,7 +64,7 @@ def pack(engine: NativeEngine, arena: Arena, matrix: StoredMatrix) -> PackedMatr
         columns = -(-matrix.columns // 32) * 32
         segments.append(Segment(start, abi.PackedWeight(packed_type, columns, out, address, size)))
         start += out
-    return PackedMatrix(segments, matrix.num_rows, matrix.columns)
+    return PackedMatrix(segments, matrix.num_rows, matrix.columns, precise)
 
 
 def _pack_parts(
