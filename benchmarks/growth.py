@@ -2,8 +2,8 @@
 
     python benchmarks/growth.py --svg docs/images/growth.svg
 
-Decode only. batch: n streams with a context of 256 tokens each. context: one stream, and eight, after prompts of so many
-tokens. Medians of single steps, engine and all.
+Decode only. batch: n streams with a context of 256 tokens each. context: one stream, and eight, after prompts of so
+many tokens. Medians of single steps, engine and all.
 """
 
 from __future__ import annotations

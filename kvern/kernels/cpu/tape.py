@@ -1,7 +1,7 @@
 """A recorded list of operations, and what can be joined in it.
 
-Some neighbours in a decoder are one pass over memory instead of two: a product and the gate of its halves, a product and
-the residual it is added to, and whatever makes a product's input and its conversion. The first one's kernel does the
+Some neighbours in a decoder are one pass over memory instead of two: a product and the gate of its halves, a product
+and the residual it is added to, and whatever makes a product's input and its conversion. The first one's kernel does the
 second operation where it would have stored its result. It is safe where nobody else reads that result, and where the
 memory that is now written earlier does not hold the first one's own input; buffers carry serial numbers, so both can be
 seen in the list.
