@@ -289,6 +289,39 @@ def test_a_long_shared_beginning_is_split_over_threads(isa, kind, count):
         assert np.array_equal(attend(isa, cache, segments, q, threads=threads), alone)
 
 
+@pytest.mark.parametrize("form", [abi.BF16, abi.INT8])
+def test_result_converted_for_a_product(isa, kind, form):
+    """The same bits as the operation quantize has of the same result."""
+    rng = np.random.default_rng(form)
+    heads, head_dim = 6, 96
+    cache = Cache(rng, kind, 700, 16, 2, head_dim)
+    long, short, shared = (new_sequence(isa, rng, cache, n) for n in (6000, 70, 700))
+    fork = new_sequence(isa, rng, cache, 650, after=shared, shared=512)
+    segments = [long.segment(1), short.segment(33), shared.segment(1), fork.segment(1)]
+    q = normal(rng, 36, heads * head_dim)
+    plain = attend(isa, cache, segments, q)
+    want = activation(form, *q.shape)
+    run(isa, 1, "quantize", abi.QuantizeArgs(view(plain), q.shape[1], want[0]), abi.Step(num_tokens=len(q)))
+    batch = Batch(cache, segments)
+    for threads in THREADS:
+        out, got = np.full_like(q, 7), activation(form, *q.shape)
+        args = abi.AttentionArgs(view(q), view(out), cache.struct, 0, heads, head_dim**-0.5, 0, got[0])
+        run(isa, threads, "attention", args, batch.step)
+        assert (out == 7).all(), "not written"
+        for a, b in zip(got[1:], want[1:], strict=True):
+            assert np.array_equal(a, b), f"{threads} threads"
+
+
+def activation(form, rows, columns):
+    """A product's input to be filled, and its arrays: values, scales, sums."""
+    values = np.full((rows, columns), 99, np.uint16 if form == abi.BF16 else np.int8)
+    scale, sums = np.full((rows, columns // 32), np.nan, np.float32), np.full((rows, columns // 16), -1, np.int32)
+    pointers = [x.ctypes.data for x in (values, scale, sums)]
+    if form == abi.BF16:
+        scale[:], pointers[1:] = 0, (None, None)
+    return abi.Activation(form, columns, *pointers), values, scale, sums
+
+
 def test_scores_of_any_size(isa, kind):
     """Large scores do not overflow, and a chunk whose scores are far below another's counts for nothing."""
     rng = np.random.default_rng(3)

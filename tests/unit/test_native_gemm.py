@@ -74,6 +74,11 @@ def round_bf16(x):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
 
+def round_away(x):
+    """To bf16 as the kernels round what they unpack: halves away from zero."""
+    return ((np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
 class Weight:
     """A weight packed for an instruction set; value: what the product with activations of this form should see."""
 
@@ -89,7 +94,8 @@ class Weight:
         self.kind = int(GGMLQuantizationType.BF16) if name in FLOATS else kind
         self.out, self.columns = len(rows), -(-columns // 32) * 32
         value = to_float(rows, name)
-        self.value = round_bf16(value) if form == "bf16" else value
+        rounded = round_bf16 if name in FLOATS else round_away
+        self.value = rounded(value) if form == "bf16" else value
 
     @property
     def args(self):
@@ -237,6 +243,30 @@ def test_gate_bias_and_residual(isa, name, form, gate):
         assert same_bits(results[257, 1], results[257, 3])
         alone = product(isa, x, weight, rows=1, first=200, **keywords)
         assert same_bits(alone, results[257, 1][200:201])
+
+
+@pytest.mark.parametrize(("name", "form"), [("BF16", "bf16"), ("Q4_1", "bf16"), ("Q4_1", "int8"), ("Q6_K", "int8")])
+def test_gate_converts_for_the_next_product(isa, name, form):
+    """The bits of the gate's result, then of the operation `quantize`, in both forms."""
+    rng = np.random.default_rng(8)
+    for out in (64, 96, 1600, 40, 1110):
+        half = out // 2
+        weight = Weight(isa, name, make_weight(rng, name, out, 256), 256, form)
+        x = Activations(rng.standard_normal((257, 256), dtype=np.float32), form)
+        for next_form in ("bf16", "int8"):
+            for rows, threads in ((1, 1), (1, 2), (1, 3), (2, 3), (17, 1), (40, 2), (257, 1), (257, 2), (257, 3)):
+                plain = product(isa, x, weight, rows=rows, gate=abi.SILU)
+                expected = Activations(np.zeros((rows, half), np.float32), next_form)
+                got = Activations(np.ones((rows, half), np.float32), next_form)
+                args = abi.QuantizeArgs(abi.View(plain.ctypes.data, half), half, expected.args())
+                engine(isa, 1).run(op_array([abi.make_op("quantize", args)]), 1, abi.Step(num_tokens=rows))
+                result = np.zeros((rows, half), np.float32)
+                view = abi.View(result.ctypes.data, half)
+                args = abi.LinearArgs(x.args(), weight.args, None, abi.View(), view, abi.SILU, 0, got.args())
+                engine(isa, threads).run(op_array([abi.make_op("linear", args)]), 1, abi.Step(num_tokens=rows))
+                assert same_bits(result, plain)
+                for part in ("values", "scale", "sums"):
+                    assert np.array_equal(getattr(got, part), getattr(expected, part)), (out, rows, threads, part)
 
 
 def test_bias_and_residual_in_place(isa):

@@ -1,7 +1,7 @@
 // Attention of query tokens to the paged cache: one kernel for decode, prefill in chunks, and any mixture of them.
 //
 // Rows. The query heads that share a kv head, for some query tokens, are the rows that keys and values are read once
-// for. A tile is one kv head and as many tokens of a segment as fill kBlockRows rows; with decode one token. Segments
+// for. A tile is one kv head and as many tokens of a segment as fill kTileRows rows; with decode one token. Segments
 // that decode and whose block tables begin alike (a common prompt) are put together: the rows of all of them are
 // computed against what they share, then each one's against the rest.
 //
@@ -24,13 +24,15 @@
 //   weights  [rows][kChunk]     as the product with the values reads them
 //
 // For each piece of a tile (a chunk, with the rows it is computed for), for each block of rows: all scores, the softmax
-// of each row, all weighted sums. How the two products are computed: attention_bf16.h, attention_amx.h,
-// attention_int8.h. Who computes what: attention_schedule.h.
+// of each row, all weighted sums. Whoever has a row's last partial writes the result out, converted for the product
+// that reads it if that is wanted (AttentionArgs::quantized). How the two products are computed: attention_bf16.h,
+// attention_amx.h, attention_int8.h. Who computes what: attention_schedule.h.
 
 #include "attention_amx.h"
 #include "attention_bf16.h"
 #include "attention_int8.h"
 #include "attention_schedule.h"
+#include "quantize.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -47,15 +49,16 @@ template <class F>
 void compute_block(const Context& c, const Tile& tile, const Pages& pages, const Block& b, int row, int rows,
                    float* partials) {
   F::scores(b, rows);
+  // In two loops, so that the processor need not wait for each row's maximum.
+  Seen seen[kBlockRows];
   for (int r = 0; r < rows; r++) {
-    float* partial = partials + r * c.row_floats();
-    const Seen seen = seen_by_row(c, tile, pages, row + r);
-    if (seen.begin < seen.end) {
-      F::weigh(b, r, seen, partial);
-    } else {
-      F::weigh_nothing(b, r);
-      largest(partial, b.head_dim) = kNothing;
-    }
+    seen[r] = seen_by_row(c, tile, pages, row + r);
+    const bool any = seen[r].begin < seen[r].end;
+    largest(partials + r * c.row_floats(), b.head_dim) = any ? F::mask_scores(b, r, seen[r]) : kNothing;
+  }
+  for (int r = 0; r < rows; r++) {
+    const bool any = seen[r].begin < seen[r].end;
+    any ? F::weigh(b, r, seen[r], partials + r * c.row_floats()) : F::weigh_nothing(b, r);
   }
   F::values(b, rows, partials);
 }
@@ -71,6 +74,7 @@ void point_at_values(const Context& c, const Tile& tile, const Piece& piece, con
   }
   const int last = pages.count - 1, begin = (int)(seen_by(c, tile, piece).begin - pages.first_token);
   const int64_t end = smaller(c.plan.context_len[piece.segment] - pages.first_token, pages.count * kPage);
+  b->valid = {begin, (int)end};
   if (begin > 0) b->values[0] = F::clean_values(b->values[0], {begin, (int)end}, b->head_dim, c.work.copies);
   if (end < pages.count * kPage && (last > 0 || begin == 0)) {
     const Seen part = {(int)larger(0, begin - last * kPage), (int)end - last * kPage};
@@ -83,7 +87,9 @@ void merge(float* state, float* partial, int head_dim) {
   const float m = largest(state, head_dim), m_chunk = largest(partial, head_dim);
   if (m_chunk == kNothing) return;
   const float m_new = m > m_chunk ? m : m_chunk;
-  const F32 fade = exp2(set1(m - m_new)), share = exp2(set1(m_chunk - m_new));
+  // One of the two is 1.
+  const F32 power = exp2(set1(m > m_chunk ? m_chunk - m : m - m_chunk));
+  const F32 fade = m > m_chunk ? set1(1.0f) : power, share = m > m_chunk ? power : set1(1.0f);
   for (int i = 0; i < head_dim; i += kLanes)
     store(state + i, fma(load<F32>(partial + i), share, load<F32>(state + i) * fade));
   largest(state, head_dim) = m_new;
@@ -103,14 +109,18 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages
   b.head_dim = head_dim;
   b.pages = pages.count;
   b.keys = pages.keys;
-  b.scores = c.work.scores;
-  b.weights = c.work.weights;
+  b.lead = (int)(pages.first_token / kPage % 2);
+  b.scores = c.work.scores + b.lead * kPage;  // behind a page that is missing
+  b.weights = c.work.weights + b.lead * kPage * 2;
   b.weight_scales = c.work.weight_scales;
   b.tile_rows = &c.work.tile_rows;
+  b.pairs = c.work.pairs;
+  b.rest = c.work.rest;
   point_at_values<F>(c, tile, piece, pages, next, &b);
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
     float* partials = slot ? slot + r * floats : c.work.partial;
+    b.again = r > 0;
     b.fetch = r == 0 && tile.strand->tiles == 1;  // else they were used just before
     b.queries = c.work.queries + (int64_t)row * kQueryStride;
     b.query_scales = c.work.query_scales + row;
@@ -146,13 +156,23 @@ void clear_state(const Context& c, const Tile& tile) {
   }
 }
 
+// `columns` of an activation that start `offset` values behind its first one, as an activation of one row.
+Activation part_of(const Activation& a, int64_t offset, int columns) {
+  if (a.form == kBf16) return {a.form, columns, (uint16_t*)a.values + offset, nullptr, nullptr};
+  return {a.form, columns, (int8_t*)a.values + offset, a.scale + offset / 32, a.sums + offset / 16};
+}
+
 void write_out(const Context& c, const Tile& tile) {
   const int head_dim = c.args.cache.head_dim;
+  const Activation& quantized = c.args.quantized;
   for (int r = 0; r < tile.queries * c.group; r++) {
     float* state = c.work.state + (int64_t)r * c.row_floats();
-    float* out = c.args.out.data + row_offset(c, tile, r, c.args.out.stride);
+    float* out = quantized.values ? state : c.args.out.data + row_offset(c, tile, r, c.args.out.stride);
     const F32 inverse = set1(1.0f / total(state, head_dim));
     for (int i = 0; i < head_dim; i += kLanes) store(out + i, load<F32>(state + i) * inverse);
+    if (!quantized.values) continue;
+    const Activation part = part_of(quantized, row_offset(c, tile, r, quantized.columns), head_dim);
+    quantize_columns(out, head_dim, 0, head_dim, part, 0);
   }
 }
 
@@ -220,7 +240,7 @@ void attention(const Op& op, const Step& step, int thread, int threads) {
   const Plan& plan = step.plans[args.plan];
   const int group = args.heads / args.cache.kv_heads, head_dim = args.cache.head_dim;
   const bool int8 = args.cache.type == kKVInt8;
-  const int tile_queries = (int)larger(1, kBlockRows / group);
+  const int tile_queries = (int)larger(1, kTileRows / group);
   const int max_rows = (int)larger(kSharedRows, tile_queries * group);
   Context c = {args,
                step,

@@ -14,9 +14,11 @@ constexpr int kChunkPages = 16;
 constexpr int kChunk = kPage * kChunkPages;
 constexpr int kMaxHeadDim = 1024;
 #if defined(__AMX_BF16__)
-constexpr int kBlockRows = 16;
+constexpr int kBlockRows = 32;
+constexpr int kTileRows = 2 * kBlockRows;
 #else
 constexpr int kBlockRows = 12;
+constexpr int kTileRows = kBlockRows;
 #endif
 
 // Distances between rows are constants, so that the kernels' addresses are; odd numbers of cache lines, so that the
@@ -39,6 +41,12 @@ struct Pages {
   const uint8_t* keys[kChunkPages + 3];  // filled up by the last
 };
 
+// The tokens that a row sees, counted from the first page of the chunk's; not empty.
+struct Seen {
+  int begin;
+  int end;
+};
+
 // Up to kBlockRows rows and the pages they are computed against.
 struct Block {
   int head_dim;
@@ -51,8 +59,14 @@ struct Block {
   float* scores;                        // kScoreStride apart
   uint8_t* weights;                     // kWeightStride apart
   float* weight_scales;                 // int8 only
-  bool fetch;                           // AMX only: keys and values may be far away
-  int* tile_rows;                       // AMX only: what the tile registers are configured for
+  int lead;                             // 1 if the first page is the second one of a pair, else 0
+  // AMX only:
+  bool fetch;      // keys and values may be far away
+  bool again;      // another block has just been computed against the same pages
+  int* tile_rows;  // what the tile registers are configured for
+  Seen valid;      // tokens whose values are not garbage
+  uint8_t* pairs;  // where values of two pages are put together
+  uint8_t* rest;   // where keys of 16 dimensions are filled up to 32
 };
 
 // What a row has of one chunk, or of all chunks up to one: head_dim sums of weight * value, then the largest score and
@@ -75,13 +89,32 @@ constexpr float kNothing = -__builtin_inff();
 typedef uint16_t Halved __attribute__((vector_size(kRegisterBytes / 2)));   // kWide numbers in 16 bits
 typedef uint8_t Quartered __attribute__((vector_size(kRegisterBytes / 4)));  // kWide numbers in 8 bits
 
+#if defined(__AVX512F__)
+// The compiler makes two instructions of a comparison, and detours through memory of sums over lanes.
+KVERN_INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+KVERN_INLINE float sum_of(const Floats (&parts)[1]) { return _mm512_reduce_add_ps((__m512)parts[0]); }
+KVERN_INLINE float largest_of(const Floats (&parts)[1]) { return _mm512_reduce_max_ps((__m512)parts[0]); }
+#else
 KVERN_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
 // Over the 16 lanes of kParts registers, in the order of simd.h.
-KVERN_INLINE F32 together(const Floats (&parts)[kParts]) { return load<F32>(parts); }
+KVERN_INLINE float sum_of(const Floats (&parts)[kParts]) { return sum(load<F32>(parts)); }
+KVERN_INLINE float largest_of(const Floats (&parts)[kParts]) { return max(load<F32>(parts)); }
+#endif
 
-// 2^x for x <= 0 with a relative error of 3e-6, which is below the rounding of the weights; 2^0 is exactly 1, and what
-// is -infinity or NaN gives exactly 0. Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
+// 2^x for x <= 0 with a relative error of 3e-6, which is below the rounding of the weights; 2^0 is exactly 1, and
+// 2^-infinity exactly 0.
+#if defined(__AVX512F__)
+KVERN_INLINE Floats weight(Floats x) {
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1);  // x less the integer below it, which scalef takes for n
+  Floats p = broadcast(1.3426718302071095e-2f);
+  p = fma(p, f, broadcast(5.224242061376572e-2f));
+  p = fma(p, f, broadcast(2.412802278995514e-1f));
+  p = fma(p, f, broadcast(6.930448412895203e-1f));
+  p = fma(p, f, broadcast(1.0f));
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+#else
+// NaN gives 0, too. Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
 KVERN_INLINE Floats weight(Floats x) {
   const Floats magic = broadcast(12582912.0f);
   Floats bounded = larger(x, broadcast(-127.0f));
@@ -94,24 +127,20 @@ KVERN_INLINE Floats weight(Floats x) {
   p = fma(p, f, broadcast(1.0f));
   return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
+#endif
 
-// The tokens that a row sees, counted from the first page of the chunk's; not empty.
-struct Seen {
-  int begin;
-  int end;
-};
 KVERN_INLINE int first_page(Seen seen) { return seen.begin / kPage; }
 KVERN_INLINE int end_page(Seen seen) { return (seen.end + kPage - 1) / kPage; }
 
 // Put -infinity where the row does not see the token, and return the largest score.
-KVERN_INLINE float mask_scores(float* scores, Seen seen) {
+KVERN_INLINE float mask_row(float* scores, Seen seen) {
   for (int t = first_page(seen) * kPage; t < seen.begin; t++) scores[t] = kNothing;
   for (int t = seen.end; t < end_page(seen) * kPage; t++) scores[t] = kNothing;
   Floats top[kParts];
   for (int v = 0; v < kParts; v++) top[v] = broadcast(kNothing);
   for (int p = first_page(seen); p < end_page(seen); p++)
     for (int v = 0; v < kParts; v++) top[v] = larger(load<Floats>(scores + p * kPage + v * kWide), top[v]);
-  return max(together(top));
+  return largest_of(top);
 }
 
 // ---- Kernels for a number of rows that is known to the compiler, by table

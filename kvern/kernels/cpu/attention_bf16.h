@@ -10,7 +10,8 @@
 // Each result is one chain of dot_bf16 in ascending order, whatever rows, pages and vectors share the registers.
 //
 // Memory is kept busy throughout: while the keys of a page are read its values are fetched, and while values are read
-// the keys that are next (`Block::ahead`).
+// the keys that are next (`Block::ahead`). Into the L2 cache: keys and values of a chunk are more than L1 holds, and it
+// can await too few lines to keep memory busy.
 #pragma once
 
 #include "attention.h"
@@ -19,6 +20,8 @@ namespace kvern {
 namespace KVERN_ISA {
 namespace {
 
+KVERN_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // What does not depend on how the products are computed.
 struct Bf16Cache {
   static int64_t head_bytes(int head_dim) { return 64 * head_dim; }
@@ -26,6 +29,7 @@ struct Bf16Cache {
 
   static void set_query(const float* q, float factor, int head_dim, uint8_t* query, QueryScale*) {
     for (int i = 0; i < head_dim; i += kLanes) store(query + i * 2, to_bf16(load<F32>(q + i) * set1(factor)));
+    if (head_dim % 32) store(query + head_dim * 2, U16x16{});  // AMX takes 32 at a time
   }
 
   // A copy of a page's values with 0 for the tokens that no row sees: 0 * what happens to lie there may be NaN.
@@ -42,10 +46,59 @@ struct Bf16Cache {
   }
 
   // Scores to weights, rounded to bf16; the sum is that of the rounded ones, so that the result is a true average.
+#if defined(__AVX512BF16__)
+  // By pairs of pages, which start at multiples of 32 tokens wherever the first page is: pages that a pair lacks count
+  // as not seen.
+  static float mask_scores(const Block& b, int row, Seen seen) {
+    const int lead = b.lead * kPage, begin = (seen.begin + lead) / 32, end = (seen.end + lead + 31) / 32;
+    float* s = b.scores + row * kScoreStride - lead;
+    hide(s, begin * 32, seen.begin + lead);
+    hide(s, seen.end + lead, end * 32);
+    Floats tops[2] = {broadcast(kNothing), broadcast(kNothing)};
+    for (int i = begin; i < end; i++)
+      for (int p = 0; p < 2; p++) tops[p] = larger(load<Floats>(s + i * 32 + p * kPage), tops[p]);
+    const Floats all[1] = {larger(tops[0], tops[1])};
+    return largest_of(all);
+  }
+
   static void weigh(const Block& b, int row, Seen seen, float* partial) {
-    float* s = b.scores + row * kScoreStride;
+    const int lead = b.lead * kPage, pairs = (b.lead + b.pages + 1) / 2;
+    const int begin = (seen.begin + lead) / 32, end = (seen.end + lead + 31) / 32;
+    const float *s = b.scores + row * kScoreStride - lead, top = largest(partial, b.head_dim);
+    uint8_t* out = b.weights + row * kWeightStride - lead * 2;
+    const Floats offset = broadcast(top == kNothing ? 0.0f : top);
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 sums = _mm512_setzero_ps();
+    for (int i = 0; i < begin; i++) store(out + i * 64, Floats{});
+    for (int i = begin; i < end; i++) {
+      const Floats first = weight(load<Floats>(s + i * 32) - offset);
+      const Floats second = weight(load<Floats>(s + i * 32 + kPage) - offset);
+      const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+      sums = _mm512_dpbf16_ps(sums, rounded, ones);
+      store(out + i * 64, rounded);
+    }
+    for (int i = end; i < pairs; i++) store(out + i * 64, Floats{});
+    total(partial, b.head_dim) = _mm512_reduce_add_ps(sums);
+  }
+
+  // -infinity for scores [begin, end).
+  static void hide(float* scores, int begin, int end) {
+    for (int t = begin; t < end;) {
+      const int n = (int)smaller(kLanes, end - t);
+      _mm512_mask_storeu_ps(scores + t, (__mmask16)((1u << n) - 1), _mm512_set1_ps(kNothing));
+      t += n;
+    }
+  }
+
+  static void weigh_nothing(const Block& b, int row) {
+    memset(b.weights + row * kWeightStride - b.lead * 32, 0, (b.lead + b.pages + 1) / 2 * 64);
+  }
+#else
+  static float mask_scores(const Block& b, int row, Seen seen) { return mask_row(b.scores + row * kScoreStride, seen); }
+
+  static void weigh(const Block& b, int row, Seen seen, float* partial) {
+    const float *s = b.scores + row * kScoreStride, top = largest(partial, b.head_dim);
     uint8_t* out = b.weights + row * kWeightStride;
-    const float top = mask_scores(s, seen);
     const Floats offset = broadcast(top == kNothing ? 0.0f : top);
     Floats sums[kParts] = {};
     memset(out, 0, first_page(seen) * 32);
@@ -58,11 +111,11 @@ struct Bf16Cache {
         store(out + t * 2, __builtin_convertvector(bits >> 16, Halved));
       }
     memset(out + end_page(seen) * 32, 0, (b.pages - end_page(seen)) * 32);
-    largest(partial, b.head_dim) = top;
-    total(partial, b.head_dim) = sum(together(sums));
+    total(partial, b.head_dim) = sum_of(sums);
   }
 
   static void weigh_nothing(const Block& b, int row) { memset(b.weights + row * kWeightStride, 0, b.pages * 32); }
+#endif
 };
 
 struct Bf16 : Bf16Cache {
@@ -93,7 +146,7 @@ struct Bf16 : Bf16Cache {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           keys[v] = load<Halves>(k[v / kParts] + v % kParts * kRegisterBytes + d);
-          if (v % kParts == 0) prefetch(k[v / kParts] + values + d);
+          if (v % kParts == 0) fetch(k[v / kParts] + values + d);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -127,7 +180,7 @@ struct Bf16 : Bf16Cache {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           values[v] = load<Halves>(at + v * kRegisterBytes);
-          if (v % kParts == 0) prefetch(ahead + v * kRegisterBytes);
+          if (v % kParts == 0) fetch(ahead + v * kRegisterBytes);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {

@@ -109,11 +109,13 @@ struct Int8 {
     }
   }
 
+  static float mask_scores(const Block& b, int row, Seen seen) { return mask_row(b.scores + row * kScoreStride, seen); }
+
   static void weigh(const Block& b, int row, Seen seen, float* partial) {
     float* s = b.scores + row * kScoreStride;
     uint8_t* out = b.weights + row * kWeightStride;
     const int64_t scales = 32 * b.head_dim + 64;
-    const float top = mask_scores(s, seen);
+    const float top = largest(partial, b.head_dim);
     const Floats offset = broadcast(top == kNothing ? 0.0f : top);
     Floats sums[kParts] = {}, tops[kParts] = {};
     for (int p = first_page(seen); p < end_page(seen); p++)
@@ -127,7 +129,7 @@ struct Int8 {
         store(s + t, scaled);
       }
     // Below this, 65535 / amax overflows; values so small are 0 for any purpose.
-    const float amax = max(together(tops)), usable = amax > 1e-30f ? amax : 0.0f;
+    const float amax = largest_of(tops), usable = amax > 1e-30f ? amax : 0.0f;
     const Floats inverse = broadcast(usable > 0 ? 65535.0f / usable : 0.0f);
     weigh_nothing(b, row);
     for (int t = first_page(seen) * kPage; t < end_page(seen) * kPage; t += kWide) {
@@ -137,8 +139,7 @@ struct Int8 {
       store(out + kLowWeights + t, __builtin_convertvector(w & 255, Quartered));
     }
     b.weight_scales[row] = usable / 65535.0f;
-    largest(partial, b.head_dim) = top;
-    total(partial, b.head_dim) = sum(together(sums));
+    total(partial, b.head_dim) = sum_of(sums);
   }
 
   static void weigh_nothing(const Block& b, int row) {

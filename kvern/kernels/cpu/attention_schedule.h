@@ -70,6 +70,8 @@ struct Workspace {
   float* partial;
   float* state;
   uint8_t* copies;
+  uint8_t* pairs;  // AMX only, and so are the next
+  uint8_t* rest;
   int64_t bytes;
   int tile_rows;  // AMX only: what the tile registers are configured for
 };
@@ -117,6 +119,8 @@ Workspace lay_out(uint8_t* memory, int segments, int rows, int head_dim) {
   w.partial = (float*)take(at, kBlockRows * row_bytes);
   w.state = (float*)take(at, rows * row_bytes);
   w.copies = take(at, 2 * 32 * head_dim);
+  w.pairs = take(at, kChunkPages * 32 * head_dim);
+  w.rest = take(at, 4 * 1024);
   w.bytes = at - memory;
   w.tile_rows = 0;
   return w;

@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #include "activations.h"
+#include "quantize.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -85,6 +86,19 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
   }
 }
 
+// The form the next product reads, of what the units before `last_unit` have just brought to `out`: columns in blocks of
+// 32, two units, of which the second one is among the last `units`.
+void convert(const Product& p, int64_t last_unit, int64_t units, int64_t first_row, int64_t last_row) {
+  const LinearArgs& a = p.args;
+  const int64_t columns = a.weight.out / 2, block = 2 * kPanel;
+  const bool all = last_unit == p.half;
+  const int64_t first = (last_unit - units) / 2 * block;
+  const int64_t last = all ? a.quantized.columns : last_unit / 2 * block;
+  if (first >= last) return;
+  for (int64_t row = first_row; row < last_row; row++)
+    quantize_columns(a.out.data + row * a.out.stride, columns, first, last, a.quantized, row);
+}
+
 // The table of Tile::sums for rows [first, last) of x.
 void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
   for (int64_t row = first; row < last; row++) {
@@ -155,9 +169,9 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       t.sums = sums + from * t.sums_stride * 4;
       look_ahead(p, m, unit, i, tiles, t);
       m.kernels[t.rows - 1](t, y);
-      const int panels = (int)least(m.panels, 2 * (p.last_unit - unit));
-      const int64_t stride = m.panels * kPanel;
-      finish(p, unit, panels, first + start, stop - start, y + (start - from) * stride, stride);
+      const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
+      finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
+      if (p.args.quantized.values) convert(p, unit + units, units, first + start, first + stop);
     }
   }
 }
@@ -181,17 +195,23 @@ void multiply(const Product& p, uint8_t* scratch) {
   if (m.end) m.end();
 }
 
+// The first of n units of 16 columns that a thread computes. Where it converts them they come in blocks of 32.
+int64_t part(int64_t n, int thread, int threads, const LinearArgs& args) {
+  return args.quantized.values ? least(divide_up(n, 2) * thread / threads * 2, n) : n * thread / threads;
+}
+
 // A gate whose halves do not begin at a panel: both products to scratch memory, some rows at a time, then the gate.
 void gate_across_panels(const LinearArgs& args, int64_t rows, int thread, int threads, uint8_t* scratch) {
   const int64_t columns = args.weight.out / 2, panels = divide_up(columns, kPanel);
   LinearArgs plain = args;
   plain.gate = kNoGate;
   plain.residual.data = nullptr;
+  plain.quantized.values = nullptr;
   float* buffer = (float*)(scratch + kPreparedBytes + kSumsBytes);
   // In passes over columns and rows: what fits the buffer.
   constexpr int64_t kColumns = 256, kRows = kGateBytes / (2 * (kColumns + 64) * sizeof(float));
-  const int64_t end = least(panels * (thread + 1) / threads * kPanel, columns);
-  for (int64_t c = panels * thread / threads * kPanel; c < end; c += kColumns) {
+  const int64_t end = least(part(panels, thread + 1, threads, args) * kPanel, columns);
+  for (int64_t c = part(panels, thread, threads, args) * kPanel; c < end; c += kColumns) {
     const int64_t n = least(kColumns, end - c);
     for (int64_t row = 0; row < rows; row += kRows) {
       const int64_t last_row = least(row + kRows, rows);
@@ -214,6 +234,10 @@ void gate_across_panels(const LinearArgs& args, int64_t rows, int thread, int th
           if (args.residual.data) v += load_some(args.residual.data + r * args.residual.stride + c + i, m);
           store_some(args.out.data + r * args.out.stride + c + i, v, m);
         }
+      if (!args.quantized.values) continue;
+      const int64_t last = c + n < columns ? c + n : args.quantized.columns;
+      for (int64_t r = row; r < last_row; r++)
+        quantize_columns(args.out.data + r * args.out.stride, columns, c, last, args.quantized, r);
     }
   }
 }
@@ -227,8 +251,8 @@ void linear(const Op& op, const Step& step, int thread, int threads) {
     return gate_across_panels(args, rows, thread, threads, step.scratch[thread]);
   Product p = make_product(args, rows);
   const int64_t units = num_units(p);
-  p.first_unit = units * thread / threads;
-  p.last_unit = units * (thread + 1) / threads;
+  p.first_unit = part(units, thread, threads, args);
+  p.last_unit = part(units, thread + 1, threads, args);
   multiply(p, step.scratch[thread]);
 }
 

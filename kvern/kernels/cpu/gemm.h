@@ -5,7 +5,7 @@
 //       [bring the group to the form the kernel reads, in scratch memory]
 //       for each tile of rows                         the group's panels stay in the nearest cache
 //         kernel: y[rows][panels * 16], over all of k
-//         finish: bias, gate, residual, store
+//         finish: bias, gate, residual, store; with a gate the conversion for the next product
 //
 // Threads divide the panels, never k, and a kernel adds up each output in one order of k whatever its tile: so a row's
 // bits depend neither on the other rows nor on the number of threads.

@@ -2,10 +2,11 @@
 //
 // bf16: a line of the left operand is 32 k of one row of x, as it lies in memory; the right operand is 16 lines of a
 // panel, [16 pairs of k][16 columns][2], as they lie there. The order in which the instruction adds is its own, so every
-// number of rows goes through it: one row is a tile of one line. Two shapes:
+// number of rows goes through it: one row is a tile of one line. Shapes:
 //
 //   square   up to 32 rows x 2 panels   4 tiles of sums, 2 of x, 2 of W: each loaded tile is used twice
 //   wide     up to 16 rows x 4 panels   4 tiles of sums, 1 of x: four streams of W, which a short step waits for
+//   row      1 row x 4 panels           of 4 bits: W to the left, x to the right, as W is unpacked fastest that way
 //
 // int8: the integer sums of a group of k, for 16 rows and one panel, are one instruction; what takes time is to bring
 // them from the tile to the vector registers, through memory, and to scale them. Integer sums are exact and what follows
@@ -17,6 +18,7 @@
 #if defined(__AMX_TILE__)
 
 #include "gemm.h"
+#include "gemm_unpack.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -37,14 +39,20 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Tiles 0-3 hold sums and those before `first_w` rows of x, `width` bytes of a row at a time; the others lines of W.
-KVERN_INLINE void configure(int height, int width, int first_w) {
+// Rows of a tile and bytes of a row.
+struct TileShape {
+  int rows, bytes;
+};
+
+// Tiles 0-3 hold sums; of the others those before `first_w` x, and the rest W.
+KVERN_INLINE void configure(TileShape sums, TileShape x, int first_w, TileShape w) {
   TileConfig config;
   memset(&config, 0, sizeof config);
   config.palette = 1;
   for (int i = 0; i < 8; i++) {
-    config.rows[i] = i < first_w ? height : width / 4;
-    config.row_bytes[i] = i >= 4 && i < first_w ? width : 64;
+    const TileShape& shape = i < 4 ? sums : i < first_w ? x : w;
+    config.rows[i] = shape.rows;
+    config.row_bytes[i] = shape.bytes;
   }
   // The intrinsic names a part of the struct as what it reads.
   asm volatile("" : : "r"(&config) : "memory");
@@ -53,17 +61,22 @@ KVERN_INLINE void configure(int height, int width, int first_w) {
 
 int begin_square(int tallest) {
   int height = (tallest + 1) / 2;
-  configure(height, 64, 6);
+  configure({height, 64}, {height, 64}, 6, {16, 64});
   return height;
 }
 
 int begin_wide(int tallest) {
-  configure(tallest, 64, 5);
+  configure({tallest, 64}, {tallest, 64}, 5, {16, 64});
   return tallest;
 }
 
+int begin_row(int) {
+  configure({16, 4}, {16, 4}, 5, {16, 64});
+  return 1;
+}
+
 int begin_int8(int tallest) {
-  configure(tallest, kGroup, 6);
+  configure({tallest, 64}, {tallest, kGroup}, 6, {kGroup / 4, 64});
   return tallest;
 }
 
@@ -119,6 +132,130 @@ void bf16_wide(const Tile& t, float* y) {
   _tile_stored(2, y + 32, 256);
   _tile_stored(3, y + 48, 256);
 }
+
+// The same from packed panels, for steps of so few rows that unpacking takes longest: a group at a time through a buffer
+// in the nearest cache. While a group is multiplied the next one is unpacked.
+template <int type>
+void bf16_wide_packed(const Tile& t, float* y) {
+  alignas(64) uint8_t lines[2][4][kGroupOfBf16];
+  const int64_t stride = t.x->columns * 2;
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t group = 0; group <= t.groups; group++) {
+    if (group < t.groups) {
+      Tile::prefetch_ahead<4>(t, group);
+#pragma GCC unroll 1
+      for (int p = 0; p < 4; p++) unpack_group<type>(t.panels[p], group, lines[group & 1][p]);
+    }
+    memory_is_read();
+    if (group == 0) continue;
+    auto& last = lines[(group - 1) & 1];
+    _tile_loadd(4, x + (group - 1) * 64, stride);
+    _tile_loadd(5, last[0], 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, last[1], 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, last[2], 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, last[3], 64);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, y, 256);
+  _tile_stored(1, y + 16, 256);
+  _tile_stored(2, y + 32, 256);
+  _tile_stored(3, y + 48, 256);
+}
+
+
+// A group of a panel of 4 bits as bf16 [16 columns][32 k], the left operand: what unpack_group computes, by look-up. A
+// column has 16 values only, which one multiplication gives; they are looked up by 32 nibbles at once.
+template <int type>
+KVERN_INLINE void unpack_columns(const uint8_t* panel, int64_t index, uint8_t* out) {
+  using R = Record<type>;
+  const uint8_t* record = R::record(panel, index);
+  const int group = index % R::kGroups;
+  const Factors f = factors<type>(record, group, 0, 0);
+  alignas(64) float d[kPanel], m[kPanel];
+  store(d, f.d);
+  store(m, f.m);
+  // The 16 bytes of a column side by side, and of these byte i beside byte 8 + i: then word i has the nibbles of
+  // k = i, 16 + i, 8 + i and 24 + i.
+  __m512i lines[4];
+  for (int g = 0; g < 4; g++) lines[g] = _mm512_load_si512(record + (group * 4 + g) * 64);
+  const __m512i a = _mm512_unpacklo_epi32(lines[0], lines[1]), b = _mm512_unpackhi_epi32(lines[0], lines[1]);
+  const __m512i c = _mm512_unpacklo_epi32(lines[2], lines[3]), e = _mm512_unpackhi_epi32(lines[2], lines[3]);
+  const __m512i beside = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+  alignas(64) uint8_t nibbles[4][4][16];  // column 4 j + i at [i][j]
+  store(nibbles[0], _mm512_shuffle_epi8(_mm512_unpacklo_epi64(a, c), beside));
+  store(nibbles[1], _mm512_shuffle_epi8(_mm512_unpackhi_epi64(a, c), beside));
+  store(nibbles[2], _mm512_shuffle_epi8(_mm512_unpacklo_epi64(b, e), beside));
+  store(nibbles[3], _mm512_shuffle_epi8(_mm512_unpackhi_epi64(b, e), beside));
+  // From here on through memory: the compiler would move lanes about on the one port that has enough to do.
+  asm volatile("" : : "r"(d), "r"(m), "r"(nibbles) : "memory");
+  // The nibble of each lane of 8 words to bits 1 to 4 of the word, as the upper half of value u is word 2 u + 1.
+  const __m512i turn = _mm512_setr_epi64(-1, -1, 7, 7, 3, 3, 11, 11);
+  const F32 values = {16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+#pragma GCC unroll 16
+  for (int n = 0; n < kPanel; n++) {
+    const U32 table = (U32)fma(values, broadcast(d[n]), broadcast(m[n])) + 0x8000;
+    const __m512i four = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)nibbles[n % 4][n / 4]));
+    const __m512i where = _mm512_or_si512(_mm512_rorv_epi64(four, turn), _mm512_set1_epi16(1));
+    store(out + n * 64, _mm512_permutexvar_epi16(where, (__m512i)table));
+  }
+}
+
+// One row, with the operands changed places: the instruction adds in the same order.
+template <int type>
+void bf16_row_packed(const Tile& t, float* y) {
+  alignas(64) uint8_t columns[2][4][kGroupOfBf16];
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * t.x->columns * 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t group = 0; group <= t.groups; group++) {
+    if (group < t.groups) {
+      Tile::prefetch_ahead<4>(t, group);
+#pragma GCC unroll 1
+      for (int p = 0; p < 4; p++) unpack_columns<type>(t.panels[p], group, columns[group & 1][p]);
+    }
+    memory_is_read();
+    if (group == 0) continue;
+    auto& last = columns[(group - 1) & 1];
+    _tile_loadd(4, x + (group - 1) * 64, 4);
+    _tile_loadd(5, last[0], 64);
+    _tile_dpbf16ps(0, 5, 4);
+    _tile_loadd(6, last[1], 64);
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_loadd(7, last[2], 64);
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_loadd(5, last[3], 64);
+    _tile_dpbf16ps(3, 5, 4);
+  }
+  _tile_stored(0, y, 4);
+  _tile_stored(1, y + 16, 4);
+  _tile_stored(2, y + 32, 4);
+  _tile_stored(3, y + 48, 4);
+}
+
+struct UsePacked {
+  Method& m;
+  bool one;
+  template <int type>
+  void operator()() {
+    if constexpr (Record<type>::kBits == 4) {
+      if (one) {
+        m.kernels[0] = bf16_row_packed<type>;
+        m.begin = begin_row;
+        return;
+      }
+    }
+    for (TileKernel& kernel : m.kernels) kernel = bf16_wide_packed<type>;
+  }
+};
 
 // What the int8 kernel reads of a panel: bytes [groups][8 lines], then factors float32 [groups][16] and, for types with
 // one, minimums [groups][16].
@@ -211,14 +348,21 @@ KVERN_INLINE int64_t chunk(int64_t row_bytes) {
 }
 
 void use_amx_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
+  m.end = end;
+  if (rows <= 16) {
+    m.panels = 4;
+    m.tile_rows = 16;
+    m.begin = begin_wide;
+    for (TileKernel& kernel : m.kernels) kernel = bf16_wide;
+    UsePacked use{m, rows == 1};
+    with_type(weight.type, use);
+    return;
+  }
   m.prepare = prepare_bf16(weight.type);
   m.prepared_bytes = weight.in * kPanel * 2;
-  m.end = end;
-  const bool wide = rows <= 16 && (!m.prepare || 4 * m.prepared_bytes <= kPreparedBytes);
-  m.panels = wide ? 4 : 2;
-  m.tile_rows = wide ? 16 : 32;
-  m.begin = wide ? begin_wide : begin_square;
-  for (TileKernel& kernel : m.kernels) kernel = wide ? bf16_wide : bf16_square;
+  m.tile_rows = 32;
+  m.begin = begin_square;
+  for (TileKernel& kernel : m.kernels) kernel = bf16_square;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 // Quantised weights are brought to bf16 panels first, a group of panels at a time in scratch memory, where all rows read
 // them.
 #include "gemm.h"
+#include "gemm_unpack.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -56,23 +57,7 @@ void bf16_tile(const Tile& t, float* y) {
 
 template <int type>
 void prepare(const uint8_t* panel, int64_t groups, uint8_t* out) {
-  using R = Record<type>;
-  for (int64_t i = 0; i < groups; i++, out += kGroup * kPanel * 2) {
-    const uint8_t* record = R::record(panel, i);
-    const int group = i % R::kGroups;
-    for (int part = 0; part < kParts; part++)
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; g++) {
-        Floats d = R::scale(record, group, R::kHalves == 2 ? g / 4 : 0, part);
-        Floats m = R::kMinimum ? R::minimum(record, group, part) : d * -(float)R::kOffset;
-        Words u = (Words)R::quad(record, group, g, part);
-        Floats w[4];
-        for (int k = 0; k < 4; k++) w[k] = fma(to_float((Ints)(u >> 8 * k & 255)), d, m);
-        uint8_t* line = out + 2 * g * 64 + part * kRegisterBytes;
-        store(line, bf16_pairs(w[0], w[1]));
-        store(line + 64, bf16_pairs(w[2], w[3]));
-      }
-  }
+  for (int64_t i = 0; i < groups; i++) unpack_group<type>(panel, i, out + i * kGroupOfBf16);
 }
 
 struct PrepareOf {

@@ -23,8 +23,7 @@
 namespace kvern {
 namespace {
 
-constexpr int kSpinsPerLook = 256;              // between looks at the clock
-constexpr int kLooksPerYield = 16;
+constexpr int kSpinsPerLook = 64;               // microseconds: then others may have the core
 constexpr int64_t kIdleNanoseconds = 10000000;  // of spinning before a thread sleeps
 
 inline void pause_thread() {
@@ -93,7 +92,7 @@ void Pool::barrier(int thread) {
     int spins = 0;
     while ((int32_t)(arrived_[other].value.load(std::memory_order_acquire) - mine) < 0) {
       pause_thread();
-      if (++spins % (kLooksPerYield * kSpinsPerLook) == 0) std::this_thread::yield();
+      if (++spins % kSpinsPerLook == 0) std::this_thread::yield();
     }
   }
 }
@@ -103,7 +102,7 @@ void Pool::wait_for_run(uint32_t seen) {
   for (int spins = 1; generation_.value.load(std::memory_order_acquire) == seen; spins++) {
     pause_thread();
     if (spins % kSpinsPerLook) continue;
-    if (spins % (kLooksPerYield * kSpinsPerLook) == 0) std::this_thread::yield();
+    std::this_thread::yield();
     if (now_ns() - since > kIdleNanoseconds) {
       // Either the count below is seen by `run`, which then wakes us, or its new generation is seen by the kernel here.
       sleepers_.fetch_add(1);

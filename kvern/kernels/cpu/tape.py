@@ -1,10 +1,10 @@
 """A recorded list of operations, and what can be joined in it.
 
 Some neighbours in a decoder are one pass over memory instead of two: a product and the gate of its halves, a product
-and the residual it is added to, and whatever makes a product's input and its conversion. The first one's kernel does the
-second operation where it would have stored its result. It is safe where nobody else reads that result, and where the
-memory that is now written earlier does not hold the first one's own input; buffers carry serial numbers, so both can be
-seen in the list.
+and the residual it is added to, and whatever makes a product's input and its conversion. The first one's kernel does
+the second operation where it would have stored its result. It is safe where nobody else reads that result, and where
+the memory that is now written earlier does not hold the first one's own input; buffers carry serial numbers, so both
+can be seen in the list.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ def _convert(maker: Entry, entry: Entry) -> Entry | None:
     op = abi.Op.from_buffer_copy(maker.op)
     if op.kind == _RMS_NORM:
         op.rms_norm.quantized = entry.op.quantize.out
+    elif op.kind == _ATTENTION and op.attention.cache.head_dim % _BLOCK == 0:
+        op.attention.quantized = entry.op.quantize.out
+    elif op.kind == _LINEAR and op.linear.gate != abi.NO_GATE:
+        op.linear.quantized = entry.op.quantize.out
     else:
         return None
     return Entry(op, maker.reads, entry.writes)
