@@ -42,12 +42,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Meta(description="which implementation computes the model; auto: native where it is built and can"),
     ] = "auto"
     activations: Annotated[
-        Literal["auto", "int8", "bf16"],
+        Literal["int8", "bf16"],
         Meta(
-            description="what is multiplied with quantised weights, those of queries, keys and values excepted, which "
-            "get bf16; auto: bf16 with tile registers (AMX), else int8"
+            description="what is multiplied with quantised weights; int8 is faster for few streams, bf16 more exact "
+            "(queries, keys and values have it always)"
         ),
-    ] = "auto"
+    ] = "int8"
     quantize: Annotated[
         Literal["none", "int8", "int4"],
         Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_0 blocks"),

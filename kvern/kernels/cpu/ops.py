@@ -73,8 +73,7 @@ class NativePlan:
 
 
 class NativeOps:
-    """activations: what enters the product with a quantised weight; auto: bf16 where tile registers make it the faster
-    one for many rows (it is always the more exact one), else int8. kv_dtype: of the cache. quantize: store float
+    """activations: what enters the product with a quantised weight. kv_dtype: of the cache. quantize: store float
     weights in fewer bits. Raises KernelsMissing."""
 
     dtype: DType = "bfloat16"
@@ -83,15 +82,13 @@ class NativeOps:
         self,
         threads: int,
         *,
-        activations: Literal["auto", "int8", "bf16"] = "auto",
+        activations: Literal["int8", "bf16"] = "int8",
         kv_dtype: Literal["bfloat16", "int8"] = "bfloat16",
         quantize: Literal["none", "int8", "int4"] = "none",
         isa: str = "",
         cpus: Sequence[int] | None = None,
     ) -> None:
         self.engine = NativeEngine(threads, isa, cpus)
-        if activations == "auto":
-            activations = "bf16" if self.engine.isa == "amx" else "int8"
         self.activations = activations
         self.kv_dtype = kv_dtype
         self.quantize = quantize
