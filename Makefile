@@ -15,7 +15,7 @@ chat: $(VENV)/.installed  ## talk to the model in the terminal
 	$(BIN)/kvern chat $(MODEL) $(ARGS)
 
 test: $(VENV)/.developer  ## every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(VENV)/.developer  ## what takes less than a minute and a half
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
