@@ -18,8 +18,8 @@ WHOLE = 512
 KERNELS = {
     "reference": {"kernels": "reference", "block_size": 8},
     "native": {"kernels": "native"},
-    "int8": {"kernels": "native", "quantize": "int8", "kv_cache_dtype": "int8"},
-    "int4": {"kernels": "native", "quantize": "int4", "activations": "bf16", "graph": "piecewise"},
+    "int8": {"kernels": "native", "quantize": "int8", "activations": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"kernels": "native", "quantize": "int4", "graph": "piecewise"},
 }
 _rng = random.Random(0)
 STEM = [_rng.randrange(200) for _ in range(64)]
@@ -220,7 +220,7 @@ def test_every_way_to_run(models, kind, count):
 
 @pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.parametrize("kernels", [{"dtype": "float32"}, {}, {"activations": "bf16", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize("kernels", [{"dtype": "float32"}, {"activations": "int8"}, {"kv_cache_dtype": "int8"}])
 def test_real_weights(kernels):
     """SmolLM2: matrices large enough for every path of the kernels."""
     name = str(fetch("smollm2"))

@@ -12,7 +12,7 @@ from kvern.runner.model_runner import ModelRunner
 from tests.tiny_folder import NATIVE_SHAPE
 from tests.tiny_model import Driver, RandomCheckpoint, tiny_config
 
-WAYS = ({}, {"quantize": "int8"}, {"quantize": "int4", "activations": "bf16"}, {"kv_dtype": "int8"})
+WAYS = ({}, {"quantize": "int8", "activations": "int8"}, {"quantize": "int4"}, {"kv_dtype": "int8"})
 
 
 def model(architecture="llama", threads=2, **options):

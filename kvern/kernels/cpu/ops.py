@@ -82,7 +82,7 @@ class NativeOps:
         self,
         threads: int,
         *,
-        activations: Literal["int8", "bf16"] = "int8",
+        activations: Literal["bf16", "int8"] = "bf16",
         kv_dtype: Literal["bfloat16", "int8"] = "bfloat16",
         quantize: Literal["none", "int8", "int4"] = "none",
         isa: str = "",
