@@ -105,10 +105,13 @@ class EngineTransport:
             raise
         return cls(socket, folder, process)
 
-    def send(self, message: ToEngine) -> None:
-        """Queue `message`, in order, without waiting. Nothing happens if the engine is gone: `receive` tells."""
+    def send(self, *messages: ToEngine) -> None:
+        """Queue messages, in order, without waiting; the engine sees all of one call before its next step. Nothing
+        happens if the engine is gone: `receive` tells."""
         if not self._socket.closed:
-            self._socket.send(self._encoder.encode(message))
+            for message in messages[:-1]:
+                self._socket.send(self._encoder.encode(message), zmq.SNDMORE)
+            self._socket.send(self._encoder.encode(messages[-1]))
 
     async def receive(self) -> FromEngine:
         data = await self._socket.recv()
@@ -328,7 +331,8 @@ class AsyncClient:
         stream = self._streams[request_id] = RequestStream(self, request_id, children)
         for child in children:
             self._children[child.request_id] = stream
-            self._transport.send(child)
+        # Together, or the first might have ended before its siblings come to share its prompt.
+        self._transport.send(*children)
         self._expect_answer()
         return stream
 
