@@ -31,7 +31,7 @@ def engine(isa, threads):
     return _engines[isa, threads]
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=[*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])])
 def isa(request):
     engine(request.param, 1)
     return request.param
