@@ -17,7 +17,7 @@ chat: $(VENV)/.installed  ## talk to the model in the terminal
 test: $(VENV)/.developer  ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-fast: $(VENV)/.developer  ## what takes less than a minute and a half
+test-fast: $(VENV)/.developer  ## what takes about a minute and a half
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.developer
