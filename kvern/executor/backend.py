@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig
 from kvern.executor.machine import usable_cores
+from kvern.kernels.cpu import abi
 from kvern.kernels.ops import DType, Ops, load_ops
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 16  # native kernels keep the keys of so many tokens together
-_MOST_HEAD_DIM = 1024
 _BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -49,10 +48,11 @@ def _obstacle(config: EngineConfig, model: ModelConfig) -> str | None:
     """Why the native kernels cannot do it, if they cannot."""
     if config.dtype == "float32":
         return "dtype float32 is computed by the reference kernels only"
-    if model.head_dim % _PAGE or model.head_dim > _MOST_HEAD_DIM:
-        return f"the model's head dimension is {model.head_dim}, they need a multiple of {_PAGE} up to {_MOST_HEAD_DIM}"
-    if config.block_size % _PAGE:
-        return f"block_size is {config.block_size}, they need a multiple of {_PAGE}"
+    if model.head_dim % abi.PAGE or model.head_dim > abi.MOST_HEAD_DIM:
+        sizes = f"a multiple of {abi.PAGE} up to {abi.MOST_HEAD_DIM}"
+        return f"the model's head dimension is {model.head_dim}, they need {sizes}"
+    if config.block_size % abi.PAGE:
+        return f"block_size is {config.block_size}, they need a multiple of {abi.PAGE}"
     from kvern.kernels.cpu.library import KernelsMissing, load
 
     try:

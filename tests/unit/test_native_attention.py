@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvern.kernels.cpu import abi
-from kvern.kernels.cpu.library import ISAS, KernelsMissing, NativeEngine, op_array
+from kvern.kernels.cpu.library import op_array
+from tests.native import ISA_PARAMS, engine
 
 PAGE = 16
 CHUNK = 256  # tokens of which attention computes a partial result
@@ -16,19 +17,8 @@ KINDS = {"bf16": abi.KV_BF16, "int8": abi.KV_INT8}
 TOLERANCE = {"bf16": 6e-3, "int8": 5e-4}
 BORDERS = (1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 769)
 
-_engines = {}
 
-
-def engine(isa, threads):
-    if (isa, threads) not in _engines:
-        try:
-            _engines[isa, threads] = NativeEngine(threads, isa)
-        except KernelsMissing as exc:
-            pytest.skip(str(exc))
-    return _engines[isa, threads]
-
-
-@pytest.fixture(params=[*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])])
+@pytest.fixture(params=ISA_PARAMS)
 def isa(request):
     engine(request.param, 1)
     return request.param

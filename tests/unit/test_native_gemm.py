@@ -8,7 +8,8 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from kvern.kernels.cpu import abi
-from kvern.kernels.cpu.library import ISAS, KernelsMissing, NativeEngine, op_array
+from kvern.kernels.cpu.library import op_array
+from tests.native import ISA_PARAMS, engine
 
 FLOATS = ("F32", "F16", "BF16")
 BLOCKS = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q8_0": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
@@ -19,19 +20,8 @@ THREADS = (1, 2, 3)
 SHAPES = {**dict.fromkeys(FLOATS, ((48, 96), (75, 100))), **dict.fromkeys(BLOCKS, ((64, 512), (75, 256)))}
 ODD_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q8_0")
 
-_engines = {}
 
-
-def engine(isa, threads):
-    if (isa, threads) not in _engines:
-        try:
-            _engines[isa, threads] = NativeEngine(threads, isa)
-        except KernelsMissing as exc:
-            pytest.skip(str(exc))
-    return _engines[isa, threads]
-
-
-@pytest.fixture(params=[*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])])
+@pytest.fixture(params=ISA_PARAMS)
 def isa(request):
     engine(request.param, 1)
     return request.param

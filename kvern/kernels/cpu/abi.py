@@ -7,6 +7,8 @@ from ctypes import Structure, Union, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 MAX_PLANS = 16
+PAGE = 16  # tokens whose keys and values lie together; head dimensions are multiples of it too
+MOST_HEAD_DIM = 1024
 BF16, INT8 = 0, 1  # ActivationForm
 KV_BF16, KV_INT8 = 0, 1  # KVType
 TOKENS, LOGIT_ROWS = 0, 1  # Rows

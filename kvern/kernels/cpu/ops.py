@@ -28,8 +28,6 @@ from kvern.kernels.cpu.tape import Entry, Tape, join
 from kvern.kernels.cpu.weights import PackedMatrix, StoredMatrix, pack, quantized, vector
 from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
 
-PAGE = 16  # tokens whose keys and values lie together
-MOST_HEAD_DIM = 1024
 _COLUMNS = 32  # a product's input is padded to a multiple
 _DEFAULT_ROWS = 4096
 _NO_VIEW = abi.View(None, 0)
@@ -186,12 +184,12 @@ class NativeOps:
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> list[NativeCache]:
         """Raises ValueError for a block size or a head dimension that the kernels do not know."""
-        if block_size % PAGE or head_dim % PAGE or head_dim > MOST_HEAD_DIM:
+        if block_size % abi.PAGE or head_dim % abi.PAGE or head_dim > abi.MOST_HEAD_DIM:
             raise ValueError(
-                f"native kernels need a block_size and a head dimension up to {MOST_HEAD_DIM} that are multiples of "
-                f"{PAGE}, not {block_size} and {head_dim}"
+                f"native kernels need a block_size and a head dimension up to {abi.MOST_HEAD_DIM} that are "
+                f"multiples of {abi.PAGE}, not {block_size} and {head_dim}"
             )
-        block_bytes = block_size // PAGE * self.kv_bytes(num_kv_heads, head_dim)
+        block_bytes = block_size // abi.PAGE * self.kv_bytes(num_kv_heads, head_dim)
         memory = Memory(num_layers * num_blocks * block_bytes)
         kind = abi.KV_BF16 if self.kv_dtype == "bfloat16" else abi.KV_INT8
 
