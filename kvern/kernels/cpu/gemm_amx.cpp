@@ -82,14 +82,26 @@ int begin_int8(int tallest) {
 
 void end() { _tile_release(); }
 
-void bf16_square(const Tile& t, float* y) {
-  const int64_t stride = t.x->columns * 2, below = t.rows - t.height;
-  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
-  memory_is_read();
+KVERN_INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+}
+
+// The sums of four panels, one beside the other.
+KVERN_INLINE void store_beside(float* y) {
+  _tile_stored(0, y, 256);
+  _tile_stored(1, y + 16, 256);
+  _tile_stored(2, y + 32, 256);
+  _tile_stored(3, y + 48, 256);
+}
+
+void bf16_square(const Tile& t, float* y) {
+  const int64_t stride = t.x->columns * 2, below = t.rows - t.height;
+  const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
+  memory_is_read();
+  zero_sums();
   for (int64_t group = 0; group < t.groups; group++) {
     Tile::prefetch_ahead<2>(t, group);
     _tile_loadd(6, t.panels[0] + group * 1024, 64);
@@ -111,10 +123,7 @@ void bf16_wide(const Tile& t, float* y) {
   const int64_t stride = t.x->columns * 2;
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
   memory_is_read();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (int64_t group = 0; group < t.groups; group++) {
     Tile::prefetch_ahead<4>(t, group);
     _tile_loadd(4, x + group * 64, stride);
@@ -127,10 +136,7 @@ void bf16_wide(const Tile& t, float* y) {
     _tile_loadd(5, t.panels[3] + group * 1024, 64);
     _tile_dpbf16ps(3, 4, 5);
   }
-  _tile_stored(0, y, 256);
-  _tile_stored(1, y + 16, 256);
-  _tile_stored(2, y + 32, 256);
-  _tile_stored(3, y + 48, 256);
+  store_beside(y);
 }
 
 // The same from packed panels, for steps of so few rows that unpacking takes longest: a group at a time through a buffer
@@ -140,10 +146,7 @@ void bf16_wide_packed(const Tile& t, float* y) {
   alignas(64) uint8_t lines[2][4][kGroupOfBf16];
   const int64_t stride = t.x->columns * 2;
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (int64_t group = 0; group <= t.groups; group++) {
     if (group < t.groups) {
       Tile::prefetch_ahead<4>(t, group);
@@ -163,12 +166,8 @@ void bf16_wide_packed(const Tile& t, float* y) {
     _tile_loadd(5, last[3], 64);
     _tile_dpbf16ps(3, 4, 5);
   }
-  _tile_stored(0, y, 256);
-  _tile_stored(1, y + 16, 256);
-  _tile_stored(2, y + 32, 256);
-  _tile_stored(3, y + 48, 256);
+  store_beside(y);
 }
-
 
 // A group of a panel of 4 bits as bf16 [16 columns][32 k], the left operand: what unpack_group computes, by look-up. A
 // column has 16 values only, which one multiplication gives; they are looked up by 32 nibbles at once.
@@ -212,10 +211,7 @@ template <int type>
 void bf16_row_packed(const Tile& t, float* y) {
   alignas(64) uint8_t columns[2][4][kGroupOfBf16];
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * t.x->columns * 2;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (int64_t group = 0; group <= t.groups; group++) {
     if (group < t.groups) {
       Tile::prefetch_ahead<4>(t, group);
