@@ -13,9 +13,9 @@ import gc
 import statistics
 import time
 
-from kvern.bench.load import Requests, kernels_used, random_requests, serve, warm_up
-from kvern.bench.profile import StepProfile
-from kvern.bench.report import ProgressLine, Row, repeat
+from kvern.bench.load import Requests, random_requests, serve
+from kvern.bench.report import ProgressLine, Row
+from kvern.bench.runs import run_all
 from kvern.config import EngineConfig
 from kvern.engine.client import InprocClient
 
@@ -62,16 +62,8 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
         input_len, output_len = ((n, n) for n in (args.input_len, args.output_len))
         vocab_size = client.input_processor.vocab_size
         requests = random_requests(config.seed, args.batch, vocab_size, input_len, output_len)
-        requests.check(client.limits.max_model_len)
-        warm_up(client, requests)
-        profile = StepProfile(client) if args.profile else None
-        about = {
-            "bench": "latency", "model": config.model, "kernels": kernels_used(config, client.model_config),
-            "batch": args.batch, "input_len": args.input_len, "output_len": args.output_len,
-        }  # fmt: skip
-        repeat(lambda i: time_run(client, requests, f"run {i + 1}", line), args.repeat, about, _TITLES, args.json, line)
-        if profile is not None:
-            profile.report(args.json)
+        about = {"batch": args.batch, "input_len": args.input_len, "output_len": args.output_len}
+        run_all("latency", client, requests, time_run, config, args, about, _TITLES, line)
     finally:
         line.clear()
         client.close()

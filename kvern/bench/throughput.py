@@ -9,9 +9,9 @@ import argparse
 import gc
 import time
 
-from kvern.bench.load import Requests, kernels_used, random_requests, read_requests, serve, warm_up
-from kvern.bench.profile import StepProfile
-from kvern.bench.report import ProgressLine, Row, repeat
+from kvern.bench.load import Requests, random_requests, read_requests, serve
+from kvern.bench.report import ProgressLine, Row
+from kvern.bench.runs import run_all
 from kvern.config import EngineConfig
 from kvern.engine.client import InprocClient
 
@@ -60,17 +60,12 @@ def run(config: EngineConfig, args: argparse.Namespace) -> int:
             requests = random_requests(
                 config.seed, args.num_prompts, vocab_size, args.input_len, args.output_len, args.shared_prefix
             )
-        requests.check(client.limits.max_model_len)
-        warm_up(client, requests)
-        profile = StepProfile(client) if args.profile else None
         about = {
-            "bench": "throughput", "model": config.model, "kernels": kernels_used(config, client.model_config),
-            "num_prompts": len(requests), "input_tokens": requests.input_tokens,
+            "num_prompts": len(requests),
+            "input_tokens": requests.input_tokens,
             "output_tokens": requests.output_tokens,
-        }  # fmt: skip
-        repeat(lambda i: time_run(client, requests, f"run {i + 1}", line), args.repeat, about, _TITLES, args.json, line)
-        if profile is not None:
-            profile.report(args.json)
+        }
+        run_all("throughput", client, requests, time_run, config, args, about, _TITLES, line)
     finally:
         line.clear()
         client.close()
