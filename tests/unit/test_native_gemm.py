@@ -254,7 +254,8 @@ def test_gate_converts_for_the_next_product(isa, name, form):
                 view = abi.View(result.ctypes.data, half)
                 args = abi.LinearArgs(x.args(), weight.args, None, abi.View(), view, abi.SILU, 0, got.args())
                 engine(isa, threads).run(op_array([abi.make_op("linear", args)]), 1, abi.Step(num_tokens=rows))
-                assert same_bits(result, plain)
+                # In int8 blocks are made from the float32 result, which lies in `out`; bf16 needs no detour.
+                assert next_form == "bf16" or same_bits(result, plain)
                 for part in ("values", "scale", "sums"):
                     assert np.array_equal(getattr(got, part), getattr(expected, part)), (out, rows, threads, part)
 

@@ -9,6 +9,9 @@
 #include <ctime>
 #include <new>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -115,7 +118,25 @@ int64_t now_ns() {
   return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
 }
 
+// Numbers too small for a normal exponent count as 0 while this lives: the processor is a hundred times slower with them,
+// and they make no difference here.
+class FlushToZero {
+#if defined(__x86_64__)
+ public:
+  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | kDenormalsAreZero); }
+  ~FlushToZero() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned kDenormalsAreZero = 0x40;
+  unsigned before_;
+#else
+ public:
+  FlushToZero() {}
+#endif
+};
+
 void run_ops(void* context, int thread, int threads) {
+  FlushToZero flush;
   Run& run = *(Run*)context;
   const Kernel* kernels = run.engine->kernels->run;
   int64_t start = run.nanoseconds && thread == 0 ? now_ns() : 0;

@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t kShortPanel = 32 << 10;
 constexpr int64_t kAheadBytes = 4096;
 
+// From so many rows for each thread on, threads divide the rows.
+constexpr int64_t kRowsToDivide = 64;
+
 KVERN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 KVERN_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -43,20 +46,6 @@ Product make_product(const LinearArgs& args, int64_t rows) {
   return p;
 }
 
-// Load and store the first n of 16.
-KVERN_INLINE F32 load_some(const float* p, int64_t n) {
-  if (n >= kPanel) return load<F32>(p);
-  float a[kPanel] = {};
-  memcpy(a, p, n * sizeof(float));
-  return load<F32>(a);
-}
-KVERN_INLINE void store_some(float* p, F32 v, int64_t n) {
-  if (n >= kPanel) return store(p, v);
-  float a[kPanel];
-  store(a, v);
-  memcpy(p, a, n * sizeof(float));
-}
-
 KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
 
 // Sums y[rows][stride], of so many panels from `unit` on, to `out`.
@@ -68,10 +57,14 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
     const int64_t n = least(columns - column, kPanel);
     if (n <= 0) return;
     // Halves are whole panels.
-    const F32 bias = a.bias ? load_some(a.bias + column, n) : F32{};
+    const F32 bias = a.bias ? load_at_most(a.bias + column, n) : F32{};
     const F32 gate_bias = a.bias && p.half ? load<F32>(a.bias + columns + column) : F32{};
     float* out = a.out.data + row * a.out.stride + column - p.origin;
     const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + column : nullptr;
+    // The next product's input in bf16 needs no more than these columns; in int8 it is made of whole blocks: `convert`.
+    const bool to_halves = a.quantized.values && a.quantized.form == kBf16;
+    const bool pad = to_halves && column + kPanel == columns && columns < a.quantized.columns;
+    uint16_t* halves = to_halves ? (uint16_t*)a.quantized.values + row * a.quantized.columns + column : nullptr;
     for (int64_t r = 0; r < rows; r++, out += a.out.stride) {
       F32 v = load<F32>(y + r * stride);
       if (a.bias) v += bias;
@@ -80,14 +73,20 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
         if (a.bias) b += gate_bias;
         v = gated(a.gate, v, b);
       }
-      if (residual) v += load_some(residual + r * a.residual.stride, n);
-      store_some(out, v, n);
+      if (residual) v += load_at_most(residual + r * a.residual.stride, n);
+      if (to_halves) {
+        store(halves, to_bf16(v));
+        if (pad) store(halves + kPanel, U16x16{});
+        halves += a.quantized.columns;
+      } else {
+        store_at_most(out, v, n);
+      }
     }
   }
 }
 
-// The form the next product reads, of what the units before `last_unit` have just brought to `out`: columns in blocks of
-// 32, two units, of which the second one is among the last `units`.
+// The int8 form the next product reads, of what the units before `last_unit` have just brought to `out`: columns in
+// blocks of 32, two units, of which the second one is among the last `units`.
 void convert(const Product& p, int64_t last_unit, int64_t units, int64_t first_row, int64_t last_row) {
   const LinearArgs& a = p.args;
   const int64_t columns = a.weight.out / 2, block = 2 * kPanel;
@@ -171,7 +170,7 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       m.kernels[t.rows - 1](t, y);
       const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
       finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
-      if (p.args.quantized.values) convert(p, unit + units, units, first + start, first + stop);
+      if (p.args.quantized.values && p.args.quantized.form == kInt8) convert(p, unit + units, units, first + start, first + stop);
     }
   }
 }
@@ -230,9 +229,9 @@ void gate_across_panels(const LinearArgs& args, int64_t rows, int thread, int th
       for (int64_t r = row; r < last_row; r++)
         for (int64_t i = 0; i < n; i += kPanel) {
           const int64_t at = (r - row) * 2 * (kColumns + 64) + i, m = least(n - i, kPanel);
-          F32 v = gated(args.gate, load_some(a + at, m), load_some(b + at, m));
-          if (args.residual.data) v += load_some(args.residual.data + r * args.residual.stride + c + i, m);
-          store_some(args.out.data + r * args.out.stride + c + i, v, m);
+          F32 v = gated(args.gate, load_at_most(a + at, m), load_at_most(b + at, m));
+          if (args.residual.data) v += load_at_most(args.residual.data + r * args.residual.stride + c + i, m);
+          store_at_most(args.out.data + r * args.out.stride + c + i, v, m);
         }
       if (!args.quantized.values) continue;
       const int64_t last = c + n < columns ? c + n : args.quantized.columns;
@@ -250,6 +249,11 @@ void linear(const Op& op, const Step& step, int thread, int threads) {
   if (args.gate != kNoGate && args.weight.out % (2 * kPanel))
     return gate_across_panels(args, rows, thread, threads, step.scratch[thread]);
   Product p = make_product(args, rows);
+  if (rows >= kRowsToDivide * threads) {
+    p.first_row = rows * thread / threads;
+    p.last_row = rows * (thread + 1) / threads;
+    return multiply(p, step.scratch[thread]);
+  }
   const int64_t units = num_units(p);
   p.first_unit = part(units, thread, threads, args);
   p.last_unit = part(units, thread + 1, threads, args);

@@ -153,7 +153,8 @@ struct LinearArgs {  // out = x W^T + bias + residual, or the gate of its two ha
   View out;
   int32_t gate;  // kNoGate; else W's rows are the two halves a, b, and out [rows, out / 2] = f(a) * b
   int32_t reserved;
-  Activation quantized;  // values not null, only with a gate: the result is read by products alone, and goes here too
+  // values not null, only with a gate: the result is read by products alone and goes here; `out` is room to work in.
+  Activation quantized;
 };
 struct AddArgs {
   View a;

@@ -10,12 +10,6 @@
 namespace kvern {
 namespace KVERN_ISA {
 
-KVERN_INLINE F32 load_at_most(const float* p, int64_t n) {
-  F32 v = {};
-  memcpy(&v, p, (size_t)(n < kLanes ? n : kLanes) * 4);
-  return v;
-}
-
 // Columns [first, last) of row `row`, from x[0, columns), in which what lies past `columns` counts as 0. first and last
 // are multiples of 32.
 KVERN_INLINE void quantize_columns(const float* x, int64_t columns, int64_t first, int64_t last, const Activation& out,

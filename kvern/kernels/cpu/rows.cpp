@@ -17,14 +17,12 @@ struct Range {
 };
 KVERN_INLINE Range part(int64_t n, int thread, int threads) { return {n * thread / threads, n * (thread + 1) / threads}; }
 
-KVERN_INLINE void store_some(float* p, F32 v, int64_t n) { memcpy(p, &v, (size_t)(n < kLanes ? n : kLanes) * 4); }
-
 // out[i] = f(i), 16 columns at a time.
 template <class F>
 KVERN_INLINE void each(float* out, int64_t columns, F f) {
   int64_t i = 0;
   for (; i + kLanes <= columns; i += kLanes) store(out + i, f(i, (int64_t)kLanes));
-  if (i < columns) store_some(out + i, f(i, columns - i), columns - i);
+  if (i < columns) store_at_most(out + i, f(i, columns - i), columns - i);
 }
 KVERN_INLINE F32 take(const float* p, int64_t n) { return n == kLanes ? load<F32>(p) : load_at_most(p, n); }
 

@@ -42,6 +42,25 @@ template <class V>
 KVERN_INLINE void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
+// The first n of 16, the others 0.
+KVERN_INLINE F32 load_at_most(const float* p, int64_t n) {
+  if (n >= kLanes) return load<F32>(p);
+#if defined(__AVX512F__)
+  return (F32)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+  F32 v = {};
+  memcpy(&v, p, (size_t)n * 4);
+  return v;
+#endif
+}
+KVERN_INLINE void store_at_most(float* p, F32 v, int64_t n) {
+  if (n >= kLanes) return store(p, v);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+  memcpy(p, &v, (size_t)n * 4);
+#endif
+}
 KVERN_INLINE F32 set1(float x) { return F32{} + x; }
 KVERN_INLINE I32 set1(int32_t x) { return I32{} + x; }
 KVERN_INLINE int32_t load_i32(const void* p) {
@@ -80,25 +99,37 @@ KVERN_INLINE F32 sqrt(F32 v) {
 
 // Sum and maximum of the lanes, in an order that is the same everywhere: halves onto each other.
 KVERN_INLINE float sum(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float a[16];
   store(a, v);
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) a[i] += a[i + n];
   return a[0];
+#endif
 }
 KVERN_INLINE float max(F32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float a[16];
   store(a, v);
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
   return a[0];
+#endif
 }
 KVERN_INLINE int32_t sum(I32 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
   int32_t a[16];
   store(a, v);
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; i++) a[i] += a[i + n];
   return a[0];
+#endif
 }
 
 // To the nearest integer, halves to even.
@@ -132,11 +163,15 @@ KVERN_INLINE float from_bf16(uint16_t x) {
   return f;
 }
 KVERN_INLINE U16x16 to_bf16(F32 v) {
+#if defined(__AVX512BF16__)
+  return (U16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
   U32 u = (U32)v;
   U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   U32 nan = (u >> 16) | 64;
   U32 bits = (I32)(u & 0x7fffffff) > 0x7f800000 ? nan : rounded;
   return __builtin_convertvector(bits, U16x16);
+#endif
 }
 KVERN_INLINE F32 from_bf16(U16x16 v) { return (F32)(__builtin_convertvector(v, U32) << 16); }
 
@@ -214,9 +249,13 @@ KVERN_INLINE I8 broadcast_quad(const void* p) { return (I8)set1(load_i32(p)); }
 
 // 2^x for x <= 127; below -126 it is 0. Relative error below 3e-7 (Cephes' polynomial on [-0.5, 0.5]).
 KVERN_INLINE F32 exp2(F32 x) {
+#if defined(__AVX512F__)
+  const F32 f = (F32)_mm512_reduce_ps((__m512)x, 0), n = x - f;  // x less the nearest integer
+#else
   F32 bounded = max(x, set1(-127.0f));
   I32 n = round_to_int(bounded);
   F32 f = bounded - to_float(n);
+#endif
   F32 p = set1(1.535336188319500e-4f);
   p = fma(p, f, set1(1.339887440266574e-3f));
   p = fma(p, f, set1(9.618437357674640e-3f));
@@ -224,8 +263,13 @@ KVERN_INLINE F32 exp2(F32 x) {
   p = fma(p, f, set1(2.402264791363012e-1f));
   p = fma(p, f, set1(6.931472028550421e-1f));
   p = fma(p, f, set1(1.0f));
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (F32)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
   F32 r = p * (F32)((n + 127) << 23);
   return x < set1(-126.0f) ? F32{} : r;
+#endif
 }
 KVERN_INLINE F32 exp(F32 x) { return exp2(x * set1(1.442695040888963f)); }
 
