@@ -117,11 +117,12 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages
   b.pairs = c.work.pairs;
   b.rest = c.work.rest;
   point_at_values<F>(c, tile, piece, pages, next, &b);
+  Ahead ahead = {next.keys, next.count, c.head_bytes, 0};
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
     float* partials = slot ? slot + r * floats : c.work.partial;
     b.again = r > 0;
-    b.fetch = r == 0 && tile.strand->tiles == 1;  // else they were used just before
+    b.next = r == 0 && tile.strand->tiles == 1 ? &ahead : nullptr;  // of more tiles, one has just used them
     b.queries = c.work.queries + (int64_t)row * kQueryStride;
     b.query_scales = c.work.query_scales + row;
     compute_block<F>(c, tile, pages, b, row, n, partials);

@@ -47,6 +47,25 @@ struct Seen {
   int end;
 };
 
+// Pages that are read next, fetched to the L2 cache a little at a time: memory is to work throughout, and a core awaits
+// no more than a dozen or so lines at once; a long run of fetches would hold up what comes after it.
+struct Ahead {
+  const uint8_t* const* pages;
+  int left;  // pages
+  int64_t page_bytes;
+  int64_t at;  // in the first of them
+
+  __attribute__((always_inline)) void fetch_eight_lines() {
+    if (left <= 0) return;
+    const uint8_t* p = *pages + at;
+    for (int i = 0; i < 8; i++) __builtin_prefetch(p + i * 64, 0, 2);
+    if ((at += 512) < page_bytes) return;
+    at = 0;
+    left--;
+    pages++;
+  }
+};
+
 // Up to kBlockRows rows and the pages they are computed against.
 struct Block {
   int head_dim;
@@ -61,7 +80,7 @@ struct Block {
   float* weight_scales;                 // int8 only
   int lead;                             // 1 if the first page is the second one of a pair, else 0
   // AMX only:
-  bool fetch;      // keys and values may be far away
+  Ahead* next;     // not null: the keys and values after these
   bool again;      // another block has just been computed against the same pages
   int* tile_rows;  // what the tile registers are configured for
   Seen valid;      // tokens whose values are not garbage

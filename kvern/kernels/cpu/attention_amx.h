@@ -12,8 +12,8 @@
 // dimensions or tokens, which start at multiples of 32: what is missing is 0. Tiles have the height of the block, which
 // is configured when it changes: what a multiplication takes grows with the height.
 //
-// Fetching ahead, as attention_bf16.h explains it, takes longer than the products: it is left out where keys and values
-// are in the cache anyway.
+// The keys and values that come next are fetched between the products and while values are copied: see Ahead. That takes
+// longer than the products, and is left out where they are in the cache anyway.
 #pragma once
 
 #include "attention_bf16.h"
@@ -48,7 +48,6 @@ struct Bf16Tiles : Bf16Cache {
     for (int page = 0; page < b.pages; page += step) {
       const uint8_t* const* keys = b.keys + page;
       float* out = b.scores + page * kPage;
-      if (b.fetch) fetch_values(b, page, (int)smaller(step, b.pages - page));
       const uint8_t* rest[4];
       const bool uneven = b.head_dim % 32 != 0;
       for (int p = 0; uneven && p < step; p++) rest[p] = fill_up(b, keys[p], p);
@@ -98,12 +97,6 @@ struct Bf16Tiles : Bf16Cache {
     _tile_loadconfig(&config);
   }
 
-  static void fetch_values(const Block& b, int page, int pages) {
-    const int bytes = (int)value_offset(b.head_dim);
-    for (int p = page; p < page + pages; p++)
-      for (int i = 0; i < bytes; i += 64) fetch(b.values[p] + i);
-  }
-
   // The last 16 dimensions of a page's keys, and 0 for 16 more.
   static const uint8_t* fill_up(const Block& b, const uint8_t* keys, int index) {
     uint8_t* to = b.rest + index * 1024;
@@ -114,14 +107,16 @@ struct Bf16Tiles : Bf16Cache {
 
   // A page's values to `to`, with 0 for the tokens that no row sees: 0 * what happens to lie there may be NaN.
   static void copy_values(const Block& b, int page, uint8_t* to) {
-    const uint8_t *from = b.values[page], *ahead = b.ahead[page];
+    const uint8_t* from = b.values[page];
     const int bytes = (int)value_offset(b.head_dim), begin = b.valid.begin - page * kPage;
     if (begin > 0 || b.valid.end < (page + 1) * kPage) {
       Bf16Cache::clean_values(from, {begin, b.valid.end - page * kPage}, b.head_dim, to);
     } else {
-      for (int i = 0; i < bytes; i += 64) store(to + i, load<U32>(from + i));
+      for (int i = 0; i < bytes; i += 512) {
+        if (b.next) b.next->fetch_eight_lines();
+        for (int j = 0; j < 512; j += 64) store(to + i + j, load<U32>(from + i + j));
+      }
     }
-    for (int i = 0; b.fetch && i < bytes; i += 64) fetch(ahead + i);
   }
 
   static void put_together(const Block& b, int pair) {
@@ -154,6 +149,7 @@ struct Bf16Tiles : Bf16Cache {
 // one: to two halves, or to one.
 #define KVERN_MULTIPLY(SUM, SUM_OF_LOWER, at, line)                \
   {                                                                \
+    if (b.next) b.next->fetch_eight_lines();                       \
     _tile_loadd(6, at, line);                                      \
     _tile_dpbf16ps(SUM, 4, 6);                                     \
     if constexpr (H > 1) _tile_dpbf16ps(SUM_OF_LOWER, 5, 6);       \
@@ -161,7 +157,7 @@ struct Bf16Tiles : Bf16Cache {
 
   // 32 dimensions of H halves of the queries by N pages, whose keys lie at k[page] + offset.
   template <int H, int N>
-  __attribute__((always_inline)) static void multiply_keys(const uint8_t* queries, const uint8_t* const* k,
+  __attribute__((always_inline)) static void multiply_keys(const Block& b, const uint8_t* queries, const uint8_t* const* k,
                                                            int64_t offset) {
     _tile_loadd(4, queries, kQueryStride);
     if constexpr (H > 1) _tile_loadd(5, queries + 16 * kQueryStride, kQueryStride);
@@ -176,8 +172,8 @@ struct Bf16Tiles : Bf16Cache {
   static void score_pages(const Block& b, const uint8_t* const* k, const uint8_t* const* rest, float* out) {
     const int64_t end = b.head_dim / 32 * 1024;
     clear_sums<H, N>();
-    for (int64_t d = 0; d < end; d += 1024) multiply_keys<H, N>(b.queries + d / 16, k, d);
-    if (rest) multiply_keys<H, N>(b.queries + end / 16, rest, 0);
+    for (int64_t d = 0; d < end; d += 1024) multiply_keys<H, N>(b, b.queries + d / 16, k, d);
+    if (rest) multiply_keys<H, N>(b, b.queries + end / 16, rest, 0);
     store_sums<H, N>(out, kScoreStride);
   }
 
