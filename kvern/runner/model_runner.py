@@ -27,7 +27,7 @@ from kvern.runner.cache_layout import cache_layout
 from kvern.runner.disk_store import DiskStore
 from kvern.runner.graphs import BatchDescriptor, GraphMode, GraphRunner, graph_backend
 from kvern.runner.input_batch import InputBatch, StepInputs
-from kvern.sampling.sampler import Sampler
+from kvern.sampling.native import make_sampler
 from kvern.speculative.ngram import Proposer
 from kvern.speculative.verify import count_drafts, sample_and_verify
 from kvern.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenLogprobs
@@ -70,7 +70,7 @@ class ModelRunner:
         self.mover = BlockMover(self.ops, slots, host_slots, store)
         self.caches = [slots[slot] for slot in self.layout.slot_of]  # of each layer
         self.batch = InputBatch(config)
-        self.sampler = Sampler(shape.vocab_size, config.eos_token_ids)
+        self.sampler = make_sampler(self.ops, shape.vocab_size, config.eos_token_ids)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:

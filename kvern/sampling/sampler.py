@@ -6,7 +6,8 @@ it left, renormalised. The draw is the inverse of the cumulative distribution in
 `rng.uniform(seed, position)`.
 
 A row's result depends on nothing but its logits, its parameters and history, and its position: rows that need more
-than an argmax are computed one by one in buffers of their own, so neighbours and batch order change no bit.
+than an argmax are computed each in a buffer of its own, so neighbours and batch order change no bit. `sample_rows` does
+it in NumPy, one after the other, and is the oracle of the native kernel (kvern.sampling.native).
 
 The sampler owns what it remembers of a row between add_row and remove_row; it writes to nothing it is given.
 """
@@ -14,7 +15,8 @@ The sampler owns what it remembers of a row between add_row and remove_row; it w
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,10 +44,11 @@ class SampledTokens(NamedTuple):
     errors: dict[int, str]
 
 
-class _Row:
-    """What the sampler keeps of a row that needs more than an argmax."""
+class RowState:
+    """What the sampler keeps of a row that needs more than an argmax. record: for whoever samples, to keep what it has
+    made of the others."""
 
-    __slots__ = ("bias_ids", "bias_values", "history", "min_tokens_end", "sampling", "stop_ids")
+    __slots__ = ("bias_ids", "bias_values", "history", "min_tokens_end", "record", "sampling", "stop_ids")
 
     def __init__(
         self, sampling: SamplingParams, token_ids: Int32, num_prompt_tokens: int, eos_token_ids: tuple[int, ...]
@@ -59,18 +62,34 @@ class _Row:
         bias = sampling.logit_bias or {}
         self.bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
         self.bias_values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        self.record: Any = None
         self.history: TokenHistory | None = None
         if has_penalties(sampling):
             self.history = TokenHistory(token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:])
 
 
+# (logits, places [n] of the rows' logits among them, rows, positions [n]) -> tokens [n], -1 where all are masked
+SampleRows = Callable[[Float32, NDArray[np.intp], Sequence[RowState], Int32], Int32]
+
+
+def sample_rows(logits: Float32, places: NDArray[np.intp], rows: Sequence[RowState], positions: Int32) -> Int32:
+    tokens = [
+        _sample_row(logits[place], row, position)
+        for place, row, position in zip(places.tolist(), rows, positions.tolist(), strict=True)
+    ]
+    return np.array(tokens, dtype=np.int32)
+
+
 class Sampler:
     """Samples tokens for the rows of a running batch of a model with `vocab_size` tokens."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: tuple[int, ...] = (), sample_rows: SampleRows = sample_rows
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._rows: dict[int, _Row] = {}  # only those that need more than an argmax
+        self._sample_rows = sample_rows
+        self._rows: dict[int, RowState] = {}  # only those that need more than an argmax
         self._logprobs: dict[int, int] = {}  # row -> how many alternatives it asked for
 
     def add_row(self, row: int, sampling: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
@@ -81,7 +100,7 @@ class Sampler:
         self.remove_row(row)
         plain = sampling.greedy and not sampling.min_tokens and not sampling.logit_bias and not has_penalties(sampling)
         if not plain:
-            self._rows[row] = _Row(sampling, token_ids, num_prompt_tokens, self.eos_token_ids)
+            self._rows[row] = RowState(sampling, token_ids, num_prompt_tokens, self.eos_token_ids)
         if sampling.logprobs is not None:
             self._logprobs[row] = sampling.logprobs
 
@@ -130,14 +149,14 @@ class Sampler:
                 errors[int(rows[i])] = f"the model's largest logit is {peaks[i]}"
                 tokens[i] = 0
         if self._rows:
-            for i, row in enumerate(rows.tolist()):
-                state = self._rows.get(row)
-                if state is None or row in errors:
-                    continue
-                token = self._sample_row(logits[places[i]], state, int(positions[i]))
-                if token < 0:
-                    errors[row] = "no token is left to sample: all are masked"
-                tokens[i] = max(token, 0)
+            listed = rows.tolist()
+            index = [i for i, row in enumerate(listed) if row in self._rows and row not in errors]
+            if index:
+                states = [self._rows[listed[i]] for i in index]
+                sampled = self._sample_rows(logits, places[index], states, positions[index])
+                for i in (sampled < 0).nonzero()[0].tolist():
+                    errors[listed[index[i]]] = "no token is left to sample: all are masked"
+                tokens[index] = np.maximum(sampled, 0)
         logprobs: dict[int, TokenLogprobs] = {}
         if self._logprobs:
             for i, row in enumerate(rows.tolist()):
@@ -149,24 +168,25 @@ class Sampler:
         """See kvern.sampling.logprobs.token_logprobs."""
         return token_logprobs(logits_row, token, k)
 
-    def _sample_row(self, raw: Float32, state: _Row, position: int) -> int:
-        """The token, or -1 if every token is masked."""
-        sampling = state.sampling
-        logits = raw.astype(np.float32, order="C", copy=True)
-        if len(state.bias_ids):
-            logits[state.bias_ids] += state.bias_values
-        if position < state.min_tokens_end:
-            logits[state.stop_ids] = -np.inf
-        if state.history is not None:
-            apply_penalties(logits, state.history, sampling)
-        best = int(logits.argmax())
-        if logits[best] == -np.inf:
-            return -1
-        if sampling.greedy:
-            return best
-        assert sampling.seed is not None  # add_row saw to it
-        logits -= logits[best]
-        return _draw(logits, sampling, uniform(sampling.seed, position))
+
+def _sample_row(raw: Float32, state: RowState, position: int) -> int:
+    """The token, or -1 if every token is masked."""
+    sampling = state.sampling
+    logits = raw.astype(np.float32, order="C", copy=True)
+    if len(state.bias_ids):
+        logits[state.bias_ids] += state.bias_values
+    if position < state.min_tokens_end:
+        logits[state.stop_ids] = -np.inf
+    if state.history is not None:
+        apply_penalties(logits, state.history, sampling)
+    best = int(logits.argmax())
+    if logits[best] == -np.inf:
+        return -1
+    if sampling.greedy:
+        return best
+    assert sampling.seed is not None  # add_row saw to it
+    logits -= logits[best]
+    return _draw(logits, sampling, uniform(sampling.seed, position))
 
 
 def _draw(logits: Float32, sampling: SamplingParams, number: float) -> int:

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 # Of everything a little: all row operations, a few shapes of products and attention, whole models.
 TESTS = {
     "address": [
-        *("tests/unit/test_native_rows.py", "tests/unit/test_graphs.py"),
+        *("tests/unit/test_native_rows.py", "tests/unit/test_graphs.py", "tests/unit/test_native_sampling.py"),
         *("tests/unit/test_native_gemm.py", "tests/unit/test_native_attention.py"),
     ],
-    "thread": ["tests/unit/test_native_rows.py", "tests/unit/test_graphs.py"],
+    "thread": ["tests/unit/test_native_rows.py", "tests/unit/test_graphs.py", "tests/unit/test_native_sampling.py"],
 }
 KEYWORDS = {"address": "not numbers or 75", "thread": "not sleep"}
 

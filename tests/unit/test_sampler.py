@@ -1,28 +1,56 @@
 """The sampler: greedy, penalties, cuts, draws, logprobs; and that no row sees its neighbours."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
+from kvern.kernels.cpu.library import KernelsMissing
+from kvern.kernels.cpu.ops import NativeOps
 from kvern.sampling.logprobs import LOGPROB_FLOOR, token_logprobs
+from kvern.sampling.native import native_rows
 from kvern.sampling.penalties import TokenHistory
-from kvern.sampling.sampler import Sampler, _first_above
+from kvern.sampling.sampler import Sampler, _first_above, sample_rows
 from kvern.sampling.topk import top
 from kvern.sampling_params import SamplingParams
 
 EOS = 2
+
+_sample_rows = sample_rows
+
+
+@pytest.fixture(params=["numpy", "native"], autouse=True)
+def _either(request):
+    """Every test is run with both ways to compute rows."""
+    global _sample_rows
+    _sample_rows = native_rows(ops()) if request.param == "native" else sample_rows
+    yield
+    _sample_rows = sample_rows
+
+
+@cache
+def ops():
+    try:
+        return NativeOps(2)
+    except KernelsMissing as exc:
+        pytest.skip(str(exc))
+
+
+def make_sampler(vocab_size, eos_token_ids=()):
+    return Sampler(vocab_size, eos_token_ids, _sample_rows)
 
 
 def sample_one(logits, sampling, position=None, tokens=(), num_prompt=None):
     logits = np.asarray(logits, dtype=np.float32)
     tokens = np.array(tokens, dtype=np.int32)
     position = len(tokens) if position is None else position
-    sampler = Sampler(len(logits), (EOS,))
+    sampler = make_sampler(len(logits), (EOS,))
     sampler.add_row(3, sampling, tokens, len(tokens) if num_prompt is None else num_prompt)
     return sampler.sample(logits[None], np.array([3], dtype=np.int32), np.array([position], dtype=np.int32))
 
 
 def frequencies(logits, draws=4000, **params):
-    sampler = Sampler(len(logits), (EOS,))
+    sampler = make_sampler(len(logits), (EOS,))
     sampler.add_row(0, SamplingParams(seed=11, **params), np.zeros(1, dtype=np.int32), 1)
     block = np.tile(np.asarray(logits, dtype=np.float32), (draws, 1))
     # One row cannot stand twice in a real batch, but the result must be a function of the position alone.
@@ -53,7 +81,7 @@ def naive_probabilities(logits, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
 
 def test_greedy_is_the_argmax_and_the_lowest_id_on_a_tie():
     logits = np.array([[0, 3, 3, 1], [5, 5, 5, 5], [-1, -2, -1, 0]], dtype=np.float32)
-    sampler = Sampler(4)
+    sampler = make_sampler(4)
     for row in (4, 0, 9):
         sampler.add_row(row, SamplingParams(temperature=0), np.zeros(1, dtype=np.int32), 1)
     before = logits.copy()
@@ -65,7 +93,7 @@ def test_greedy_is_the_argmax_and_the_lowest_id_on_a_tie():
 
 
 def test_greedy_rows_cost_no_state():
-    sampler = Sampler(4)
+    sampler = make_sampler(4)
     sampler.add_row(0, SamplingParams(temperature=0), np.zeros(1, dtype=np.int32), 1)
     assert not sampler._rows and not sampler._logprobs
 
@@ -139,8 +167,13 @@ def test_penalties_against_the_naive_reference(params, monkeypatch):
         s = SamplingParams(seed=0, **params)
         expected = naive_penalties(logits, prompt, output, s)
         expected -= expected.max()
+        tokens, num_prompt = prompt + output, len(prompt)
+        greedy = sample_one(logits, SamplingParams(temperature=0, **params), tokens=tokens, num_prompt=num_prompt)
+        assert expected[greedy.token_ids[0]] >= -2e-5 * np.abs(expected).max()
+        if _sample_rows is not sample_rows:
+            continue
         seen.clear()
-        sample_one(logits, s, tokens=prompt + output, num_prompt=len(prompt))
+        sample_one(logits, s, tokens=tokens, num_prompt=num_prompt)
         np.testing.assert_allclose(seen["x"], expected, rtol=2e-6, atol=2e-5 * np.abs(expected).max())
 
 
@@ -150,14 +183,14 @@ def test_history_grown_token_by_token_equals_history_given_at_once():
     vocab = 500
     params = SamplingParams(seed=9, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1)
     prompt = rng.integers(0, vocab, 7).astype(np.int32)
-    grown = Sampler(vocab)
+    grown = make_sampler(vocab)
     grown.add_row(5, params, prompt, 7)
     sequence = prompt.tolist()
     for step in range(300):
         logits = rng.normal(size=(1, vocab)).astype(np.float32)
         rows, positions = np.array([5], dtype=np.int32), np.array([7 + step], dtype=np.int32)
         token = grown.sample(logits, rows, positions).token_ids
-        fresh = Sampler(vocab)
+        fresh = make_sampler(vocab)
         fresh.add_row(5, params, np.array(sequence, dtype=np.int32), 7)
         assert fresh.sample(logits, rows, positions).token_ids == token
         grown.append(rows, token)
@@ -178,7 +211,7 @@ def test_history_holds_each_token_once_with_its_count():
 
 
 def test_a_row_used_again_remembers_nothing():
-    sampler = Sampler(4)
+    sampler = make_sampler(4)
     tokens = np.array([1, 1], dtype=np.int32)
     sampler.add_row(0, SamplingParams(temperature=0, presence_penalty=2.0, logprobs=1), tokens, 1)
     one = np.zeros(1, dtype=np.int32)
@@ -261,6 +294,7 @@ def test_rounding_never_leads_to_a_token_without_weight():
 def test_extreme_numbers_pick_the_first_and_the_last_token_with_weight(monkeypatch):
     logits = np.full(1000, -1e9, dtype=np.float32)
     logits[[3, 700]] = 0.0
+    monkeypatch.setattr(f"{__name__}._sample_rows", sample_rows)  # the native kernel has its own `uniform`
     monkeypatch.setattr("kvern.sampling.sampler.uniform", lambda seed, position: 0.0)
     assert sample_one(logits, SamplingParams(seed=0)).token_ids[0] == 3
     monkeypatch.setattr("kvern.sampling.sampler.uniform", lambda seed, position: 1 - 2.0**-53)
@@ -293,7 +327,7 @@ def test_equal_seeds_equal_draws_and_children_differ():
 
 def test_sampling_without_a_seed_is_refused():
     with pytest.raises(ValueError, match="seed"):
-        Sampler(4).add_row(0, SamplingParams(temperature=1.0), np.zeros(1, dtype=np.int32), 1)
+        make_sampler(4).add_row(0, SamplingParams(temperature=1.0), np.zeros(1, dtype=np.int32), 1)
 
 
 def mixed_requests(vocab, n=64):
@@ -324,7 +358,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_batch(vocab):
     requests = mixed_requests(vocab)
 
     def run(order):
-        sampler = Sampler(vocab, (EOS,))
+        sampler = make_sampler(vocab, (EOS,))
         rows = np.random.default_rng(len(order)).permutation(200)[: len(order)].astype(np.int32)
         for row, i in zip(rows.tolist(), order, strict=True):
             sampling, tokens, _ = requests[i]
@@ -392,7 +426,7 @@ def test_bad_logits_fail_one_row(bad, params):
     logits = np.zeros((3, 300), dtype=np.float32)
     logits[1, 250] = bad
     logits[:, 9] = 1.0
-    sampler = Sampler(300)
+    sampler = make_sampler(300)
     for row in range(3):
         sampler.add_row(row, SamplingParams(**params), np.zeros(1, dtype=np.int32), 1)
     out = sampler.sample(logits, np.arange(3, dtype=np.int32), np.full(3, 8, dtype=np.int32))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, Union, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, Union, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
 MAX_PLANS = 16
 PAGE = 16  # tokens whose keys and values lie together; head dimensions are multiples of it too
 MOST_HEAD_DIM = 1024
+MOST_SAMPLED = 500_000  # columns of a row of logits
 BF16, INT8 = 0, 1  # ActivationForm
 KV_BF16, KV_INT8 = 0, 1  # KVType
 TOKENS, LOGIT_ROWS = 0, 1  # Rows
@@ -29,6 +30,7 @@ OP_KINDS = (
     "write_kv",
     "attention",
     "argmax",
+    "sample",
 )
 
 
@@ -168,6 +170,34 @@ class ArgmaxArgs(Structure):
     _fields_ = (("x", View), ("columns", c_int64), ("index", c_void_p), ("value", c_void_p))
 
 
+class SampleRow(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("stop_ids", c_void_p),
+        ("seen_ids", c_void_p),
+        ("seen_counts", c_void_p),
+        ("num_bias", c_int64),
+        ("num_stop", c_int64),
+        ("num_seen", c_int64),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("temperature", c_float),
+        ("min_p", c_float),
+        ("repetition", c_float),
+        ("frequency", c_float),
+        ("presence", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class SampleArgs(Structure):
+    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("columns", c_int64), ("tokens", c_void_p))
+
+
 class _Args(Union):
     _fields_ = (
         ("embedding", EmbeddingArgs),
@@ -182,6 +212,7 @@ class _Args(Union):
         ("write_kv", WriteKVArgs),
         ("attention", AttentionArgs),
         ("argmax", ArgmaxArgs),
+        ("sample", SampleArgs),
         ("bytes", ctypes.c_uint8 * 256),
     )
 

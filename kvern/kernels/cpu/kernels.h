@@ -124,6 +124,7 @@ enum OpKind : int32_t {
   kWriteKV,
   kAttention,
   kArgmax,
+  kSample,
   kNumOpKinds,
 };
 
@@ -214,6 +215,35 @@ struct ArgmaxArgs {  // of each row: where it is (the lowest index of equals), a
   int32_t* index;
   float* value;
 };
+// A row to sample: see kvern/sampling/sampler.py for what the parameters mean.
+struct SampleRow {
+  const float* logits;  // [columns]
+  const int64_t* bias_ids;
+  const float* bias_values;
+  const int64_t* stop_ids;  // masked
+  const int64_t* seen_ids;  // distinct tokens that the penalties are for
+  const float* seen_counts;  // how often each is in the output
+  int64_t num_bias;
+  int64_t num_stop;
+  int64_t num_seen;
+  uint64_t seed;
+  int64_t position;
+  int64_t top_k;  // 0: all
+  double top_p;
+  float temperature;  // 0: the largest
+  float min_p;
+  float repetition;
+  float frequency;
+  float presence;
+  int32_t reserved;
+};
+struct SampleArgs {  // one token for each of rows; -1 where all are masked. columns: up to kMostSampled
+  const SampleRow* rows;
+  int64_t num_rows;
+  int64_t columns;
+  int32_t* tokens;
+};
+constexpr int64_t kMostSampled = 500000;
 
 struct Op {
   int32_t kind;
@@ -233,6 +263,7 @@ struct Op {
     WriteKVArgs write_kv;
     AttentionArgs attention;
     ArgmaxArgs argmax;
+    SampleArgs sample;
     uint8_t bytes[256];
   };
 };

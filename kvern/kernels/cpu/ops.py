@@ -308,6 +308,14 @@ class NativeOps:
         found = np.ctypeslib.as_array((ctypes.c_int32 * (2 * capacity)).from_address(buffer.address))
         return found[:count].copy(), found[capacity : capacity + count].view(np.float32).copy()
 
+    def sample(self, rows: ctypes.Array[abi.SampleRow], columns: int) -> Int32:
+        """A token for each of rows, of logits [columns], columns up to abi.MOST_SAMPLED; -1 where all are masked.
+        Never recorded."""
+        tokens = np.zeros(len(rows), dtype=np.int32)
+        args = abi.SampleArgs(ctypes.addressof(rows), len(rows), columns, tokens.ctypes.data)
+        self.engine.run(op_array([abi.make_op("sample", args)]), 1, self._step)
+        return tokens
+
     # Attention
 
     def plan(self, metadata: AttentionMetadata, group: int = 0) -> NativePlan:

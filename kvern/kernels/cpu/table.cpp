@@ -21,6 +21,7 @@ void rotary(const Op&, const Step&, int, int);
 void write_kv(const Op&, const Step&, int, int);
 void attention(const Op&, const Step&, int, int);
 void argmax(const Op&, const Step&, int, int);
+void sample(const Op&, const Step&, int, int);
 size_t packed_bytes(int32_t type, int64_t out, int64_t in);
 void pack(int32_t type, const uint8_t* rows, int64_t row_bytes, int64_t out, int64_t in, uint8_t* panels,
           int64_t first_panel, int64_t last_panel);
@@ -32,7 +33,8 @@ const Kernels* KVERN_NAME(kernels_, KVERN_ISA)() {
   // In the order of OpKind.
   static const Kernels table = {
       KVERN_STRING(KVERN_ISA),
-      {embedding, take_rows, quantize, linear, add, scale, rms_norm, gate, rotary, write_kv, attention, argmax},
+      {embedding, take_rows, quantize, linear, add, scale, rms_norm, gate, rotary, write_kv, attention, argmax,
+       sample},
       packed_bytes,
       pack,
   };
