@@ -139,7 +139,9 @@ class Ops(Protocol):
         """x [T, in] times the packed weight [out, in] transposed, plus bias [out] -> [T, out]."""
         ...
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor: ...
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b. May be in a's memory: a is not to be used afterwards."""
+        ...
 
     def argmax(self, x: Tensor) -> tuple[Int32, Float32]:
         """Of each row: the index of the largest, the first of equals, and its value. NaN counts as largest."""
@@ -178,7 +180,8 @@ class Ops(Protocol):
 
     def rotary(self, x: Tensor, factors: RotaryFactors) -> Tensor:
         """Rotate each head of x [T, heads * head_dim] by its token's angles, dimension i with dimension
-        i + head_dim / 2 (RoPE, Su et al. 2021, in the half-split form)."""
+        i + head_dim / 2 (RoPE, Su et al. 2021, in the half-split form). May be in x's memory: x is not to be used
+        afterwards."""
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, plan: Plan) -> None:

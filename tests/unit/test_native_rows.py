@@ -41,7 +41,7 @@ def test_sums_products_and_choices(ops, width, rows):
     x, y = random(0, rows, width), random(1, rows, width)
     a = tensor(ops, x)
     b = tensor(ops, y)
-    assert np.array_equal(ops.to_numpy(ops.add(a, b)), x + y)
+    assert np.array_equal(ops.to_numpy(ops.add(tensor(ops, x), b)), x + y)
     assert np.array_equal(ops.to_numpy(ops.scale(a, 1.5)), x * np.float32(1.5))
     chosen = np.array([rows - 1, 0], dtype=np.int64)
     assert np.array_equal(ops.to_numpy(ops.take_rows(a, chosen)), x[chosen])

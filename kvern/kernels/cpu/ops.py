@@ -50,6 +50,10 @@ class NativeTensor:
     def view(self) -> abi.View:
         return abi.View(self.buffer.address + 4 * self.offset, self.stride)
 
+    def overwritten(self) -> NativeTensor:
+        """What an operation in place makes of this tensor, which is not to be used afterwards: rows stay in the cache."""
+        return NativeTensor(self.buffer, self.columns, self.rows, stride=self.stride, offset=self.offset)
+
 
 class NativeCache:
     """Keys and values of one layer: see KVCache in kernels.h. bytes: uint8 [blocks, bytes of a block]."""
@@ -272,7 +276,7 @@ class NativeOps:
         return out
 
     def add(self, a: NativeTensor, b: NativeTensor) -> NativeTensor:
-        out = self._new(a.columns, a.rows)
+        out = a.overwritten()
         args = abi.AddArgs(a.view, b.view, out.view, a.columns)
         self._emit("add", args, a.rows, (a.buffer, b.buffer), out.buffer)
         return out
@@ -349,7 +353,7 @@ class NativeOps:
 
     def rotary(self, x: NativeTensor, factors: Float32) -> NativeTensor:
         head_dim = 2 * factors.shape[2]
-        out = self._new(x.columns, x.rows)
+        out = x.overwritten()
         args = abi.RotaryArgs(x.view, out.view, factors.ctypes.data, x.columns // head_dim, head_dim)
         self._emit("rotary", args, x.rows, (x.buffer,), out.buffer)
         return out
