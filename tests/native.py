@@ -4,9 +4,6 @@ import pytest
 
 from kvern.kernels.cpu.library import ISAS, KernelsMissing, NativeEngine
 
-# The two that machines use are tested always, the others in the slow part.
-ISA_PARAMS = [*ISAS[:2], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[2:])]
-
 _engines = {}
 
 
@@ -17,3 +14,14 @@ def engine(isa, threads):
         except KernelsMissing as exc:
             pytest.skip(str(exc))
     return _engines[isa, threads]
+
+
+def _best():
+    try:
+        return NativeEngine(1).isa
+    except KernelsMissing:
+        return ISAS[0]
+
+
+# The one that this machine uses is tested always, the others in the slow part.
+ISA_PARAMS = [isa if isa == _best() else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]

@@ -383,21 +383,21 @@ def play(seed: int, **options: Any) -> Fuzz:
 
 
 def test_all_features_at_random() -> None:
-    for seed in range(60):
+    for seed in range(20):
         play(seed)
 
 
 def test_siblings_leave_and_come_back_together_at_random() -> None:
     """Nothing but forks, a small pool and a host with room: no token that was kept is computed twice."""
     moved = 0
-    for seed in range(1000, 1040):
+    for seed in range(1000, 1015):
         fuzz = play(seed, fork_probability=0.4, preemption="swap", host_blocks=100, batching="mixed")
         moved += fuzz.h.scheduler.stats.swapped_out_blocks
-    assert moved > 1000
+    assert moved > 400
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(60, 360, 60))
+@pytest.mark.parametrize("first", range(20, 360, 60))
 def test_more_of_all_features_at_random(first: int) -> None:
     for seed in range(first, first + 60):
         play(seed)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from workloads import Play, play_seed, random_workload
 
-FAST, ALL = 250, 2500
+FAST, ALL = 100, 2500
 CROWDED = {"num_blocks": 9, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64}
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ ROOT = Path(__file__).parents[2]
 TOY = ["--model", "toy:history-hash", "--max-model-len", "500", "--temperature", "0", "--log-level", "error"]
 
 
+parser = cache(build_parser)  # it takes longest
+
+
 def read(*arguments: str) -> tuple[ServerConfig, EngineConfig]:
-    args = build_parser().parse_args(normalize(["serve", *arguments]))
+    args = parser().parse_args(normalize(["serve", *arguments]))
     server, engine = read_configs(args, ServerConfig, EngineConfig)
     return server, engine
 
