@@ -2,8 +2,9 @@
 
     python benchmarks/accuracy.py MODEL [--text FILE] [--tokens N]
 
-Prints a table in Markdown: of the logits over a text the root mean square error relative to the centred logits, how often
-the largest is the same, the mean and largest Kullback-Leibler divergence, and the perplexity beside the reference's.
+Prints a table in Markdown: of the logits over a text the root mean square error relative to the centred logits, how
+often the largest is the same, the mean and largest Kullback-Leibler divergence, and the perplexity beside the
+reference's.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class NativeTensor:
         return abi.View(self.buffer.address + 4 * self.offset, self.stride)
 
     def overwritten(self) -> NativeTensor:
-        """What an operation in place makes of this tensor, which is not to be used afterwards: rows stay in the cache."""
+        """What an operation in place makes of this tensor, which is not to be used afterwards; so rows stay in the
+        processor's cache."""
         return NativeTensor(self.buffer, self.columns, self.rows, stride=self.stride, offset=self.offset)
 
 
