@@ -42,12 +42,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
         Meta(description="which implementation computes the model; auto: native where it is built and can"),
     ] = "auto"
     activations: Annotated[
-        Literal["bf16", "int8"],
+        Literal["auto", "int8", "bf16"],
         Meta(
-            description="what is multiplied with quantised weights; int8 is faster for few streams, and less exact "
-            "(queries, keys and values have bf16 always)"
+            description="what is multiplied with quantised weights: int8 is faster, but for prompts and many streams "
+            "on processors with tile registers (amx); bf16 is more exact; auto: bf16 with tile registers, else int8"
         ),
-    ] = "bf16"
+    ] = "auto"
     quantize: Annotated[
         Literal["none", "int8", "int4"],
         Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_0 blocks"),

@@ -63,7 +63,7 @@ def _obstacle(config: EngineConfig, model: ModelConfig) -> str | None:
 
 
 def _reference(config: EngineConfig) -> Backend:
-    for option, default in (("activations", "bf16"), ("quantize", "none"), ("graph", "full")):
+    for option, default in (("activations", "auto"), ("quantize", "none"), ("graph", "full")):
         if getattr(config, option) != default:
             raise InvalidConfig(
                 f"{option} {getattr(config, option)} needs native kernels, and the reference ones are used"

@@ -268,7 +268,8 @@ def test_closing_lets_go_of_everything() -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_real_model_knows_the_capital_of_france() -> None:
-    with LLM(str(fetch("smollm2")), max_model_len=512) as llm:
+    # In int8 the likeliest first token is so by a hair's breadth, or another one.
+    with LLM(str(fetch("smollm2")), max_model_len=512, activations="bf16") as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         (output,) = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=24))
         assert output.outputs[0].text == "The capital of France is Paris."

@@ -162,3 +162,8 @@ def test_engines_work_side_by_side():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_activations_are_the_faster_ones_unless_set(ops):
+    isa = ops.engine.isa
+    assert NativeOps(1, activations="auto", isa=isa).activations == ("bf16" if isa == "amx" else "int8")

@@ -157,8 +157,8 @@ struct Bf16Tiles : Bf16Cache {
 
   // 32 dimensions of H halves of the queries by N pages, whose keys lie at k[page] + offset.
   template <int H, int N>
-  __attribute__((always_inline)) static void multiply_keys(const Block& b, const uint8_t* queries, const uint8_t* const* k,
-                                                           int64_t offset) {
+  __attribute__((always_inline)) static void multiply_keys(const Block& b, const uint8_t* queries,
+                                                           const uint8_t* const* k, int64_t offset) {
     _tile_loadd(4, queries, kQueryStride);
     if constexpr (H > 1) _tile_loadd(5, queries + 16 * kQueryStride, kQueryStride);
     KVERN_MULTIPLY(0, 2, k[0] + offset, 64)

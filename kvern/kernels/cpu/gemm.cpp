@@ -170,7 +170,8 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       m.kernels[t.rows - 1](t, y);
       const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
       finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
-      if (p.args.quantized.values && p.args.quantized.form == kInt8) convert(p, unit + units, units, first + start, first + stop);
+      if (p.args.quantized.values && p.args.quantized.form == kInt8)
+        convert(p, unit + units, units, first + start, first + stop);
     }
   }
 }

@@ -7,9 +7,9 @@
 //         kernel: y[rows][panels * 16], over all of k
 //         finish: bias, gate, residual, store; with a gate the conversion for the next product
 //
-// Threads divide the panels, so that each weight is read once, or if rows are many the rows, so that a thread finds in its
-// own cache what the operation before it wrote there; never k. A kernel adds up each output in one order of k whatever its tile: so a row's
-// bits depend neither on the other rows nor on the number of threads.
+// Threads divide the panels, so that each weight is read once, or if rows are many the rows, so that a thread finds in
+// its own cache what the operation before it wrote there; never k. A kernel adds up each output in one order of k whatever
+// its tile: so a row's bits depend neither on the other rows nor on the number of threads.
 //
 // Panels come in units of two: neighbours, or with a gate panel j of either half, so that f(a) * b is computed from sums
 // that are at hand.

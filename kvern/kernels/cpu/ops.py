@@ -76,7 +76,8 @@ class NativePlan:
 
 
 class NativeOps:
-    """activations: what enters the product with a quantised weight. kv_dtype: of the cache. quantize: store float
+    """activations: what enters the product with a quantised weight; auto: bf16 with tile registers, which make it the
+    faster one for all but a few rows, else int8. kv_dtype: of the cache. quantize: store float
     weights in fewer bits. Raises KernelsMissing."""
 
     dtype: DType = "bfloat16"
@@ -85,13 +86,15 @@ class NativeOps:
         self,
         threads: int,
         *,
-        activations: Literal["bf16", "int8"] = "bf16",
+        activations: Literal["auto", "bf16", "int8"] = "bf16",
         kv_dtype: Literal["bfloat16", "int8"] = "bfloat16",
         quantize: Literal["none", "int8", "int4"] = "none",
         isa: str = "",
         cpus: Sequence[int] | None = None,
     ) -> None:
         self.engine = NativeEngine(threads, isa, cpus)
+        if activations == "auto":
+            activations = "bf16" if self.engine.isa == "amx" else "int8"
         self.activations = activations
         self.kv_dtype = kv_dtype
         self.quantize = quantize

@@ -134,7 +134,7 @@ void weigh(const SampleRow& r, const float* x, int64_t columns, float peak, cons
       const int64_t left = columns - start - i;
       F32 v = {};
       if (left > 0) {
-        const F32 scaled = ((left < kLanes ? load_at_most(x + start + i, left) : load<F32>(x + start + i)) - top) * inverse;
+        const F32 scaled = (load_at_most(x + start + i, left) - top) * inverse;
         v = scaled >= lowest ? exp(scaled) : F32{};
         for (int64_t lane = left; lane < kLanes; lane++) v[lane] = 0;
       }
