@@ -136,7 +136,9 @@ FAST = {
 
 
 @pytest.mark.parametrize("how", FAST)
-@pytest.mark.parametrize("kind", ["llama reference", "llama int8", "llama int4", "gemma3 native"])
+@pytest.mark.parametrize(
+    "kind", ["llama reference", "llama int8", "llama int4", pytest.param("gemma3 native", marks=pytest.mark.slow)]
+)
 def test_alone_as_in_company(models, kind, how):
     """CASES B028, B038."""
     stats = check(models, kind, **FAST[how])

@@ -50,7 +50,7 @@ def test_the_first_block_that_is_needed_is_that_of_the_first_token_read(spec: st
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("chunk", [1, 2, 5, 8])
+@pytest.mark.parametrize("chunk", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8)), 5])
 def test_most_held_is_reached_and_never_passed(spec: str, size: int, chunk: int) -> None:
     """Computed in random chunks: held are the blocks from the first one needed at the beginning of the step to the
     last one written."""
