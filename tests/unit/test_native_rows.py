@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvern.kernels.cpu import abi
-from kvern.kernels.cpu.library import ISAS, KernelsMissing
+from kvern.kernels.cpu.library import ISAS, KernelsMissing, load
 from kvern.kernels.cpu.ops import NativeOps
 from kvern.kernels.ops import StoredTensor
 
@@ -167,3 +167,10 @@ def test_engines_work_side_by_side():
 def test_activations_are_the_faster_ones_unless_set(ops):
     isa = ops.engine.isa
     assert NativeOps(1, activations="auto", isa=isa).activations == ("bf16" if isa == "amx" else "int8")
+
+
+def test_a_library_that_lacks_an_operation_is_another_versions(monkeypatch):
+    load()
+    monkeypatch.setattr(abi, "OP_KINDS", (*abi.OP_KINDS, "of tomorrow"))
+    with pytest.raises(KernelsMissing, match="another version"):
+        load.__wrapped__()

@@ -161,6 +161,7 @@ extern "C" {
 
 int64_t kvern_op_bytes() { return sizeof(Op); }
 int64_t kvern_step_bytes() { return sizeof(Step); }
+int64_t kvern_num_op_kinds() { return kNumOpKinds; }
 
 void* kvern_allocate(int64_t bytes) { return allocate((size_t)bytes); }
 void kvern_release(void* p, int64_t bytes) { release(p, (size_t)bytes); }

@@ -41,8 +41,8 @@ def load() -> ctypes.CDLL:
         raise KernelsMissing(f"the native kernels cannot be loaded: {exc}") from None
     try:
         _declare(library)
-        sizes = library.kvern_op_bytes(), library.kvern_step_bytes()
-        same = sizes == (ctypes.sizeof(abi.Op), ctypes.sizeof(abi.Step))
+        sizes = library.kvern_op_bytes(), library.kvern_step_bytes(), library.kvern_num_op_kinds()
+        same = sizes == (ctypes.sizeof(abi.Op), ctypes.sizeof(abi.Step), len(abi.OP_KINDS))
     except AttributeError:  # a function is missing
         same = False
     if not same:
@@ -54,6 +54,7 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("kvern_op_bytes", c_int64, ()),
         ("kvern_step_bytes", c_int64, ()),
+        ("kvern_num_op_kinds", c_int64, ()),
         ("kvern_allocate", c_void_p, (c_int64,)),
         ("kvern_release", None, (c_void_p, c_int64)),
         ("kvern_open", c_void_p, (c_char_p, c_int, POINTER(c_int), c_int64)),
