@@ -287,7 +287,8 @@ class EngineCore:
         now = self.clock.now()
         if self.has_work() and now - self._last_stats < _STATS_SECONDS:
             return None
-        self._last_stats = now
+        # The first step after a rest tells at once that there is work.
+        self._last_stats = now if self.has_work() else -math.inf
         return self.stats()
 
 

@@ -307,3 +307,17 @@ def test_load_core_takes_the_options() -> None:
     ledger.run(core)
     assert ledger.tokens["a"] == reference_tokens(prompt_of(40), 40)
     assert core.stats().preemptions > 0
+
+
+def test_statistics_come_with_the_first_step_after_a_rest_and_with_the_last() -> None:
+    """However little time has passed: who asks must not be told that a busy engine rests."""
+    core = make_core()
+    for turn in range(2):
+        core.add(add(f"r{turn}", prompt_of(5), max_tokens=4))
+        reports = []
+        while core.has_work():
+            reports.append(core.step())
+        first, *between, last = reports
+        assert first.stats is not None and first.stats.num_running == 1
+        assert last.stats is not None and last.stats.num_running == 0
+        assert between and all(report.stats is None for report in between)
