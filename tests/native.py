@@ -24,4 +24,5 @@ def _best():
 
 
 # The one that this machine uses is tested always, the others in the slow part.
-ISA_PARAMS = [isa if isa == _best() else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]
+_FAST = _best()
+ISA_PARAMS = [isa if isa == _FAST else pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS]

@@ -285,10 +285,11 @@ class EngineCore:
     def _stats_if_due(self) -> EngineStats | None:
         """Not with every step: nobody reads them that often. With the last one before the engine is idle."""
         now = self.clock.now()
-        if self.has_work() and now - self._last_stats < _STATS_SECONDS:
+        working = self.has_work()
+        if working and now - self._last_stats < _STATS_SECONDS:
             return None
         # The first step after a rest tells at once that there is work.
-        self._last_stats = now if self.has_work() else -math.inf
+        self._last_stats = now if working else -math.inf
         return self.stats()
 
 

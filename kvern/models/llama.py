@@ -94,8 +94,8 @@ class Llama:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         return Attention(
-            # What is rounded here goes through an exponential, or replaces it for every token alike: of int8's error
-            # most would come from these two small products.
+            # What is rounded here goes through an exponential, or stands for whole contexts: in int8 these two
+            # small products alone would make a third of the error.
             Linear.load(weights, config.hidden_size, qkv_sizes, bias=qkv_bias, precise=True),
             Linear.load(weights, q_size, {"o_proj": config.hidden_size}, bias=out_bias, precise=True),
             num_heads=config.num_heads,

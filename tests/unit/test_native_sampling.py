@@ -87,8 +87,8 @@ def test_a_row_has_the_same_token_alone(isa):
         assert alone[0] == together[row]
 
 
-def test_all_masked_is_an_error_of_the_row_alone():
-    sampler = Sampler(4, (1,), native_rows(NativeOps(2)))
+def test_all_masked_is_an_error_of_the_row_alone(isa):
+    sampler = Sampler(4, (1,), native_rows(NativeOps(2, isa=isa)))
     sampler.add_row(0, SamplingParams(temperature=0, min_tokens=3), np.zeros(1, np.int32), 1)
     sampler.add_row(1, SamplingParams(temperature=1.0, seed=1), np.zeros(1, np.int32), 1)
     logits = np.full((2, 4), -np.inf, np.float32)

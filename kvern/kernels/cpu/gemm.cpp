@@ -48,6 +48,11 @@ Product make_product(const LinearArgs& args, int64_t rows) {
 
 KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
 
+// Whether the result is converted for the next product, to this form.
+KVERN_INLINE bool converts_to(int32_t form, const LinearArgs& a) {
+  return a.quantized.values && a.quantized.form == form;
+}
+
 // Sums y[rows][stride], of so many panels from `unit` on, to `out`.
 void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t rows, const float* y, int64_t stride) {
   const LinearArgs& a = p.args;
@@ -62,7 +67,7 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
     float* out = a.out.data + row * a.out.stride + column - p.origin;
     const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + column : nullptr;
     // The next product's input in bf16 needs no more than these columns; in int8 it is made of whole blocks: `convert`.
-    const bool to_halves = a.quantized.values && a.quantized.form == kBf16;
+    const bool to_halves = converts_to(kBf16, a);
     const bool pad = to_halves && column + kPanel == columns && columns < a.quantized.columns;
     uint16_t* halves = to_halves ? (uint16_t*)a.quantized.values + row * a.quantized.columns + column : nullptr;
     for (int64_t r = 0; r < rows; r++, out += a.out.stride) {
@@ -170,8 +175,7 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       m.kernels[t.rows - 1](t, y);
       const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
       finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
-      if (p.args.quantized.values && p.args.quantized.form == kInt8)
-        convert(p, unit + units, units, first + start, first + stop);
+      if (converts_to(kInt8, p.args)) convert(p, unit + units, units, first + start, first + stop);
     }
   }
 }

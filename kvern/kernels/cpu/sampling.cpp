@@ -46,8 +46,16 @@ struct Room {
   Candidate* candidates;
 };
 
+int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
+
+double sum_of_blocks(const Room& room, int64_t columns) {
+  double total = 0;
+  for (int64_t i = 0; i < num_blocks(columns); i++) total += room.sums[i];
+  return total;
+}
+
 Room lay_out(uint8_t* scratch, int64_t columns) {
-  const int64_t blocks = (columns + kBlock - 1) / kBlock;
+  const int64_t blocks = num_blocks(columns);
   Room r;
   r.weights = (float*)scratch;
   r.sums = (double*)(r.weights + blocks * kBlock);
@@ -206,7 +214,7 @@ int64_t gather(const Room& room, int64_t columns, float least, float end) {
 
 // A weight that at least k reach, unless fewer are above 0.
 float bound_of_top(const Room& room, int64_t columns, int64_t k) {
-  const int64_t blocks = (columns + kBlock - 1) / kBlock;
+  const int64_t blocks = num_blocks(columns);
   if (blocks < k) return border(room, columns, kLeast, (double)k, [](float) { return 1.0; }).least;
   int64_t n = 0;
   for (int64_t i = 0; i < blocks; i++)
@@ -257,11 +265,9 @@ int64_t first_above(int64_t n, double target, double before, F weight) {
 }
 
 int32_t draw_from_all(const Room& room, int64_t columns, double number) {
-  const int64_t blocks = (columns + kBlock - 1) / kBlock;
-  double total = 0, before = 0;
-  for (int64_t i = 0; i < blocks; i++) total += room.sums[i];
-  const double target = number * total;
-  const int64_t block = first_above(blocks, target, 0, [&](int64_t i) { return room.sums[i]; });
+  double before = 0;
+  const double target = number * sum_of_blocks(room, columns);
+  const int64_t block = first_above(num_blocks(columns), target, 0, [&](int64_t i) { return room.sums[i]; });
   for (int64_t i = 0; i < block; i++) before += room.sums[i];
   const float* w = room.weights + block * kBlock;
   return (int32_t)(block * kBlock + first_above(kBlock, target, before, [&](int64_t i) { return (double)w[i]; }));
@@ -291,8 +297,7 @@ Candidate last_kept(const SampleRow& r, const Room& room, int64_t columns) {
     std::nth_element(c, c + k - 1, c + n, larger_first);
     return r.top_p < 1 ? last_of_nucleus(c, k, r.top_p * sum_of(c, k)) : c[k - 1];
   }
-  double total = 0;
-  for (int64_t i = 0; i * kBlock < columns; i++) total += room.sums[i];
+  const double total = sum_of_blocks(room, columns);
   const float bound = (float)((1.0 - r.top_p) * total / (double)columns);
   const auto itself = [](float weight) { return (double)weight; };
   const Bin bin = border(room, columns, bound > kLeast ? bound : kLeast, r.top_p * total, itself);
