@@ -16,6 +16,11 @@ def engine(isa, threads):
     return _engines[isa, threads]
 
 
+def has_bf16(isa):
+    """Whether its dot products take bf16; else float32 is what a product in floats reads."""
+    return isa in ("amx", "avx512_bf16")
+
+
 def _best():
     try:
         return NativeEngine(1).isa

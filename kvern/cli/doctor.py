@@ -19,10 +19,11 @@ from kvern.config import EngineConfig, InvalidConfig
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CPUINFO = Path("/proc/cpuinfo")
-_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 # What the kernels of an instruction set need, as Linux calls it.
 _NEEDS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "amx_tile", "amx_int8", "amx_bf16"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": ("avx2", "fma"),
 }

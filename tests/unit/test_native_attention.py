@@ -7,7 +7,7 @@ import pytest
 
 from kvern.kernels.cpu import abi
 from kvern.kernels.cpu.library import op_array
-from tests.native import ISA_PARAMS, engine
+from tests.native import ISA_PARAMS, engine, has_bf16
 
 PAGE = 16
 CHUNK = 256  # tokens of which attention computes a partial result
@@ -279,7 +279,7 @@ def test_a_long_shared_beginning_is_split_over_threads(isa, kind, count):
         assert np.array_equal(attend(isa, cache, segments, q, threads=threads), alone)
 
 
-@pytest.mark.parametrize("form", [abi.BF16, abi.INT8])
+@pytest.mark.parametrize("form", [abi.FLOATS, abi.INT8, abi.INT16])
 def test_result_converted_for_a_product(isa, kind, form):
     """The same bits as the operation quantize has of the same result."""
     rng = np.random.default_rng(form)
@@ -290,11 +290,11 @@ def test_result_converted_for_a_product(isa, kind, form):
     segments = [long.segment(1), short.segment(33), shared.segment(1), fork.segment(1)]
     q = normal(rng, 36, heads * head_dim)
     plain = attend(isa, cache, segments, q)
-    want = activation(form, *q.shape)
+    want = activation(isa, form, *q.shape)
     run(isa, 1, "quantize", abi.QuantizeArgs(view(plain), q.shape[1], want[0]), abi.Step(num_tokens=len(q)))
     batch = Batch(cache, segments)
     for threads in THREADS:
-        out, got = np.full_like(q, 7), activation(form, *q.shape)
+        out, got = np.full_like(q, 7), activation(isa, form, *q.shape)
         args = abi.AttentionArgs(view(q), view(out), cache.struct, 0, heads, head_dim**-0.5, 0, got[0])
         run(isa, threads, "attention", args, batch.step)
         assert (out == 7).all(), "not written"
@@ -302,12 +302,13 @@ def test_result_converted_for_a_product(isa, kind, form):
             assert np.array_equal(a, b), f"{threads} threads"
 
 
-def activation(form, rows, columns):
+def activation(isa, form, rows, columns):
     """A product's input to be filled, and its arrays: values, scales, sums."""
-    values = np.full((rows, columns), 99, np.uint16 if form == abi.BF16 else np.int8)
+    floats = np.uint16 if has_bf16(isa) else np.float32
+    values = np.full((rows, columns), 99, {abi.FLOATS: floats, abi.INT8: np.int8, abi.INT16: np.int16}[form])
     scale, sums = np.full((rows, columns // 32), np.nan, np.float32), np.full((rows, columns // 16), -1, np.int32)
     pointers = [x.ctypes.data for x in (values, scale, sums)]
-    if form == abi.BF16:
+    if form == abi.FLOATS:
         scale[:], pointers[1:] = 0, (None, None)
     return abi.Activation(form, columns, *pointers), values, scale, sums
 

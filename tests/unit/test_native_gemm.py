@@ -9,9 +9,10 @@ from gguf.quants import dequantize, quantize
 
 from kvern.kernels.cpu import abi
 from kvern.kernels.cpu.library import op_array
-from tests.native import ISA_PARAMS, engine
+from tests.native import ISA_PARAMS, engine, has_bf16
 
 FLOATS = ("F32", "F16", "BF16")
+NUMBERS = {"floats": abi.FLOATS, "int8": abi.INT8, "int16": abi.INT16}
 BLOCKS = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q8_0": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
 TYPES = (*FLOATS, *BLOCKS)
 ROWS = (*range(1, 14), 64, 257)
@@ -85,7 +86,7 @@ class Weight:
         self.out, self.columns = len(rows), -(-columns // 32) * 32
         value = to_float(rows, name)
         rounded = round_bf16 if name in FLOATS else round_away
-        self.value = rounded(value) if form == "bf16" else value
+        self.value = rounded(value) if form == "floats" else value
 
     @property
     def args(self):
@@ -96,30 +97,34 @@ class Weight:
 
 
 class Activations:
-    """float32 [rows, columns] in one of the two forms; value: what the form holds of them."""
+    """float32 [rows, columns] in one of the three forms; value: what the form holds of them."""
 
-    def __init__(self, x, form):
+    def __init__(self, isa, x, form):
         rows, real = x.shape
         columns = -(-real // 32) * 32
         padded = np.zeros((rows, columns), np.float32)
         padded[:, :real] = x
         self.form, self.columns = form, columns
-        if form == "bf16":
-            rounded = round_bf16(padded)
-            self.values = np.ascontiguousarray(rounded.view(np.uint16)[:, 1::2])
+        if form == "floats":
+            kept = round_bf16(padded) if has_bf16(isa) else padded
+            self.values = np.ascontiguousarray(kept.view(np.uint16)[:, 1::2]) if has_bf16(isa) else padded
             self.scale = self.sums = None
-            self.value = rounded[:, :real]
+            self.value = kept[:, :real]
             return
         blocks = padded.reshape(rows, -1, 32)
-        self.scale = (np.abs(blocks).max(-1) / 127).astype(np.float32)
+        most = 127 if form == "int8" else 127 * 256
+        self.scale = (np.abs(blocks).max(-1) / most).astype(np.float32)
         divisor = np.where(self.scale == 0, 1, self.scale)[..., None]
-        self.values = np.clip(np.rint(blocks / divisor), -127, 127).astype(np.int8)
-        self.sums = self.values.reshape(rows, -1, 16).sum(-1, dtype=np.int32)
-        self.value = (self.values * self.scale[..., None].astype(np.float64)).reshape(rows, -1)[:, :real]
+        whole = np.clip(np.rint(blocks / divisor), -most, most).astype(np.int32)
+        high = (whole + 128) >> 8
+        self.values = (whole if form == "int8" else np.concatenate([high, whole - 256 * high], axis=2)).astype(np.int8)
+        self.values = self.values.reshape(rows, -1)
+        self.sums = whole.reshape(rows, -1, 16).sum(-1, dtype=np.int32)
+        self.value = (whole * self.scale[..., None].astype(np.float64)).reshape(rows, -1)[:, :real]
 
     def args(self, first=0):
         address = [None if a is None else a[first:].ctypes.data for a in (self.values, self.scale, self.sums)]
-        return abi.Activation(abi.BF16 if self.form == "bf16" else abi.INT8, self.columns, *address)
+        return abi.Activation(NUMBERS[self.form], self.columns, *address)
 
 
 def data(x, first=0):
@@ -152,7 +157,7 @@ def assert_near(got, expected, scale):
     assert (np.abs(got - expected) <= 1e-5 * scale + 1e-6).all()
 
 
-FORMS = [(name, "bf16") for name in TYPES] + [(name, "int8") for name in BLOCKS]
+FORMS = [(name, "floats") for name in TYPES] + [(name, form) for name in BLOCKS for form in ("int8", "int16")]
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
@@ -161,7 +166,7 @@ def test_product(isa, name, form):
     shapes = SHAPES[name] + (((40, 96),) if name in ODD_BLOCKS else ())
     for out, columns in shapes:
         weight = Weight(isa, name, make_weight(rng, name, out, columns), columns, form)
-        x = Activations(rng.standard_normal((max(ROWS), columns), dtype=np.float32), form)
+        x = Activations(isa, rng.standard_normal((max(ROWS), columns), dtype=np.float32), form)
         values = weight.value.astype(np.float64)
         expected = x.value @ values.T
         scale = np.abs(x.value) @ np.abs(values.T)
@@ -170,7 +175,7 @@ def test_product(isa, name, form):
             for threads in THREADS:
                 got = product(isa, x, weight, rows=rows, threads=threads)
                 # The kernels round d * u + m to bf16 from one rounding, the package from two: a bf16 apart at times.
-                slack = 1e-3 if form == "bf16" and name in ("Q4_1", "Q4_K", "Q5_K") else 0
+                slack = 1e-3 if form == "floats" and name in ("Q4_1", "Q4_K", "Q5_K") else 0
                 assert_near(got, expected[:rows], scale[:rows] * (1 + slack / 1e-5))
                 alone = got if alone is None else alone
                 if rows == max(ROWS) and threads == 1:
@@ -188,17 +193,18 @@ def check_rows_independent(isa, x, weight, whole):
             assert same_bits(got, whole[first : first + rows]), f"{rows} rows from {first}"
 
 
+@pytest.mark.parametrize("form", ["int8", "int16"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_int8_has_the_same_bits_with_all_dot_products(isa, name):
+def test_integers_have_the_same_bits_with_all_dot_products(isa, name, form):
     """Integer sums are exact, and with fused multiply-add the rest is one sequence of operations."""
     if isa == "portable":
         pytest.skip("rounds products and sums apart")
     rng = np.random.default_rng(1)
     rows = make_weight(rng, name, 96, 1024)
-    x = Activations(rng.standard_normal((50, 1024), dtype=np.float32), "int8")
+    x = Activations(isa, rng.standard_normal((50, 1024), dtype=np.float32), form)
     results = []
     for other in (isa, "avx2"):
-        results.append(product(other, x, Weight(other, name, rows, 1024, "int8"), rows=50))
+        results.append(product(other, x, Weight(other, name, rows, 1024, form), rows=50))
     assert same_bits(*results)
 
 
@@ -208,7 +214,9 @@ def reference_gate(gate, a, b):
 
 
 @pytest.mark.parametrize("gate", [abi.SILU, abi.GELU_TANH])
-@pytest.mark.parametrize(("name", "form"), [("BF16", "bf16"), ("Q4_K", "bf16"), ("Q8_0", "int8"), ("Q6_K", "int8")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("BF16", "floats"), ("Q4_K", "floats"), ("Q8_0", "int8"), ("Q6_K", "int16")]
+)
 def test_gate_bias_and_residual(isa, name, form, gate):
     rng = np.random.default_rng(2)
     columns = 256
@@ -216,7 +224,7 @@ def test_gate_bias_and_residual(isa, name, form, gate):
         rows = make_weight(rng, name, out, columns)
         weight = Weight(isa, name, rows, columns, form)
         # Large enough that the gate is everything from closed to open, and beyond where its exponential ends.
-        x = Activations(rng.standard_normal((257, columns), dtype=np.float32) * 0.3, form)
+        x = Activations(isa, rng.standard_normal((257, columns), dtype=np.float32) * 0.3, form)
         bias = rng.standard_normal(out).astype(np.float32)
         residual = rng.standard_normal((257, out // 2)).astype(np.float32)
         sums = x.value @ weight.value.astype(np.float64).T + bias
@@ -235,36 +243,36 @@ def test_gate_bias_and_residual(isa, name, form, gate):
         assert same_bits(alone, results[257, 1][200:201])
 
 
-@pytest.mark.parametrize(("name", "form"), [("BF16", "bf16"), ("Q4_1", "bf16"), ("Q4_1", "int8"), ("Q6_K", "int8")])
+@pytest.mark.parametrize(("name", "form"), [("BF16", "floats"), ("Q4_1", "floats"), ("Q4_1", "int8"), ("Q6_K", "int8")])
 def test_gate_converts_for_the_next_product(isa, name, form):
-    """The bits of the gate's result, then of the operation `quantize`, in both forms."""
+    """The bits of the gate's result, then of the operation `quantize`, in all forms."""
     rng = np.random.default_rng(8)
     for out in (64, 96, 1600, 40, 1110):
         half = out // 2
         weight = Weight(isa, name, make_weight(rng, name, out, 256), 256, form)
-        x = Activations(rng.standard_normal((257, 256), dtype=np.float32), form)
-        for next_form in ("bf16", "int8"):
+        x = Activations(isa, rng.standard_normal((257, 256), dtype=np.float32), form)
+        for next_form in NUMBERS:
             for rows, threads in ((1, 1), (1, 2), (1, 3), (2, 3), (17, 1), (40, 2), (257, 1), (257, 2), (257, 3)):
                 plain = product(isa, x, weight, rows=rows, gate=abi.SILU)
-                expected = Activations(np.zeros((rows, half), np.float32), next_form)
-                got = Activations(np.ones((rows, half), np.float32), next_form)
+                expected = Activations(isa, np.zeros((rows, half), np.float32), next_form)
+                got = Activations(isa, np.ones((rows, half), np.float32), next_form)
                 args = abi.QuantizeArgs(abi.View(plain.ctypes.data, half), half, expected.args())
                 engine(isa, 1).run(op_array([abi.make_op("quantize", args)]), 1, abi.Step(num_tokens=rows))
                 result = np.zeros((rows, half), np.float32)
                 view = abi.View(result.ctypes.data, half)
                 args = abi.LinearArgs(x.args(), weight.args, None, abi.View(), view, abi.SILU, 0, got.args())
                 engine(isa, threads).run(op_array([abi.make_op("linear", args)]), 1, abi.Step(num_tokens=rows))
-                # In int8 blocks are made from the float32 result, which lies in `out`; bf16 needs no detour.
-                assert next_form == "bf16" or same_bits(result, plain)
+                # Blocks are made from the float32 result, which lies in `out`; floats need no detour.
+                assert next_form == "floats" or same_bits(result, plain)
                 for part in ("values", "scale", "sums"):
                     assert np.array_equal(getattr(got, part), getattr(expected, part)), (out, rows, threads, part)
 
 
 def test_bias_and_residual_in_place(isa):
     rng = np.random.default_rng(3)
-    for name, form in (("BF16", "bf16"), ("Q4_1", "int8")):
+    for name, form in (("BF16", "floats"), ("Q4_1", "int8")):
         weight = Weight(isa, name, make_weight(rng, name, 75, 256), 256, form)
-        x = Activations(rng.standard_normal((100, 256), dtype=np.float32), form)
+        x = Activations(isa, rng.standard_normal((100, 256), dtype=np.float32), form)
         bias = rng.standard_normal(75).astype(np.float32)
         residual = rng.standard_normal((100, 75)).astype(np.float32)
         for rows in (1, 5, 17, 33, 100):
@@ -279,8 +287,8 @@ def test_bias_and_residual_in_place(isa):
 
 def test_rows_of_logits(isa):
     rng = np.random.default_rng(4)
-    weight = Weight(isa, "BF16", make_weight(rng, "BF16", 48, 64), 64, "bf16")
-    x = Activations(rng.standard_normal((9, 64), dtype=np.float32), "bf16")
+    weight = Weight(isa, "BF16", make_weight(rng, "BF16", 48, 64), 64, "floats")
+    x = Activations(isa, rng.standard_normal((9, 64), dtype=np.float32), "floats")
     out = np.zeros((9, 48), np.float32)
     args = abi.LinearArgs(x.args(), weight.args, None, abi.View(), abi.View(out.ctypes.data, 48), abi.NO_GATE)
     op = op_array([abi.make_op("linear", args, abi.LOGIT_ROWS)])
@@ -297,10 +305,10 @@ def test_wide_product(isa, name, form):
     rng = np.random.default_rng(5)
     out, columns, rows = 96, 8192, 600
     weight = Weight(isa, name, make_weight(rng, name, out, columns), columns, form)
-    x = Activations(rng.standard_normal((rows, columns), dtype=np.float32), form)
+    x = Activations(isa, rng.standard_normal((rows, columns), dtype=np.float32), form)
     values = weight.value.astype(np.float64)
     whole = product(isa, x, weight, rows=rows, threads=2)
-    slack = 1e-3 if form == "bf16" else 0
+    slack = 1e-3 if form == "floats" else 0
     assert_near(whole, x.value @ values.T, np.abs(x.value) @ np.abs(values.T) * (1 + slack / 1e-5))
     for count in (1, 2, 15, 16, 40):
         for first in (0, 137, rows - count):

@@ -102,18 +102,24 @@ def test_a_row_is_the_same_among_any_others(ops, rows):
         assert np.array_equal(ops.to_numpy(op(tensor(ops, x[64 - rows :]))), whole[64 - rows :])
 
 
-def test_conversion_to_int8_keeps_its_promises(ops):
-    """Scale, values and sums of each block, seen through a product with ones of type Q8_0."""
+@pytest.mark.parametrize("form", [abi.INT8, abi.INT16])
+def test_conversion_to_integers_keeps_its_promises(ops, form):
+    """Scale, values and sums of each block."""
     x = random(11, 5, 96)
     x[0, :32] = 0.0
+    x[1, :32] = 1e-38  # so small that the largest over it overflows
     t = tensor(ops, x)
-    buffer, activation = ops._activation(t, abi.INT8)
-    raw = np.ctypeslib.as_array((abi.ctypes.c_int8 * (5 * 96)).from_address(activation.values)).reshape(5, 3, 32)
+    buffer, activation = ops._activation(t, form)
+    most, width = (127, 1) if form == abi.INT8 else (127 * 256, 2)
+    raw = np.ctypeslib.as_array((abi.ctypes.c_int8 * (5 * 96 * width)).from_address(activation.values))
+    blocks = raw.reshape(5, 3, width, 32).astype(np.int32)
+    whole = blocks[:, :, 0] if form == abi.INT8 else 256 * blocks[:, :, 0] + blocks[:, :, 1]
     scale = np.ctypeslib.as_array((abi.ctypes.c_float * 15).from_address(activation.scale)).reshape(5, 3, 1)
     sums = np.ctypeslib.as_array((abi.ctypes.c_int32 * 30).from_address(activation.sums)).reshape(5, 6)
-    assert np.abs(raw * scale - x.reshape(5, 3, 32)).max() <= np.abs(x).max() / 127 / 2 * 1.001
-    assert np.array_equal(raw.reshape(5, 6, 16).sum(-1), sums)
-    assert not raw[0, 0].any() and buffer.address == activation.values
+    assert np.abs(whole * scale - x.reshape(5, 3, 32)).max() <= np.abs(x).max() / most / 2 * 1.001
+    assert np.abs(whole).max() == most
+    assert np.array_equal(whole.reshape(5, 6, 16).sum(-1), sums)
+    assert not whole[:2, 0].any() and buffer.address == activation.values
 
 
 def test_a_step_that_is_too_large_is_refused(ops):

@@ -81,9 +81,11 @@ const Kernels* choose(const char* wanted) {
   __builtin_cpu_init();
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+                __builtin_cpu_supports("avx512vnni");
+  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  if (is("amx") && kernels_amx && avx512 && has_amx()) return kernels_amx();
+  if (is("amx") && kernels_amx && bf16 && has_amx()) return kernels_amx();
+  if (is("avx512_bf16") && kernels_avx512_bf16 && bf16) return kernels_avx512_bf16();
   if (is("avx512") && kernels_avx512 && avx512) return kernels_avx512();
   if (is("avx2") && kernels_avx2 && avx2) return kernels_avx2();
 #endif

@@ -111,7 +111,7 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages
   b.keys = pages.keys;
   b.lead = (int)(pages.first_token / kPage % 2);
   b.scores = c.work.scores + b.lead * kPage;  // behind a page that is missing
-  b.weights = c.work.weights + b.lead * kPage * 2;
+  b.weights = c.work.weights + b.lead * kPage * sizeof(Operand);
   b.weight_scales = c.work.weight_scales;
   b.tile_rows = &c.work.tile_rows;
   b.pairs = c.work.pairs;
@@ -159,8 +159,9 @@ void clear_state(const Context& c, const Tile& tile) {
 
 // `columns` of an activation that start `offset` values behind its first one, as an activation of one row.
 Activation part_of(const Activation& a, int64_t offset, int columns) {
-  if (a.form == kBf16) return {a.form, columns, (uint16_t*)a.values + offset, nullptr, nullptr};
-  return {a.form, columns, (int8_t*)a.values + offset, a.scale + offset / 32, a.sums + offset / 16};
+  if (a.form == kFloats) return {a.form, columns, (Operand*)a.values + offset, nullptr, nullptr};
+  const int bytes = a.form == kInt16 ? 2 : 1;
+  return {a.form, columns, (int8_t*)a.values + bytes * offset, a.scale + offset / 32, a.sums + offset / 16};
 }
 
 void write_out(const Context& c, const Tile& tile) {

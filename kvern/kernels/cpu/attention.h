@@ -23,9 +23,9 @@ constexpr int kTileRows = kBlockRows;
 
 // Distances between rows are constants, so that the kernels' addresses are; odd numbers of cache lines, so that the
 // rows of a block do not compete for the same sets of the cache.
-constexpr int kQueryStride = 2 * kMaxHeadDim + 64;  // bytes
+constexpr int kQueryStride = sizeof(Operand) * kMaxHeadDim + 64;  // bytes
 constexpr int kScoreStride = kChunk + 48;           // floats; the last group of pages may be filled up by 3 more
-constexpr int kWeightStride = 2 * kChunk + 64;      // bytes
+constexpr int kWeightStride = sizeof(Operand) * kChunk + 64;      // bytes
 
 // int8 only: what the integer products of a query row with the keys are multiplied by, and where they start.
 struct QueryScale {
@@ -105,7 +105,6 @@ KVERN_INLINE int part(int row, int rows, int most) {
 
 constexpr float kNothing = -__builtin_inff();
 
-typedef uint16_t Halved __attribute__((vector_size(kRegisterBytes / 2)));   // kWide numbers in 16 bits
 typedef uint8_t Quartered __attribute__((vector_size(kRegisterBytes / 4)));  // kWide numbers in 8 bits
 
 #if defined(__AVX512F__)
@@ -176,7 +175,7 @@ constexpr ScoresKernel scores_kernel() {
 }
 template <class F, int R, int N>
 constexpr ValuesKernel values_kernel() {
-  if constexpr (R <= F::kValueRows && N <= F::kValueVectors)
+  if constexpr (R <= F::kValueRows && N <= F::vectors_at_once(R))
     return F::template sum_values<R, N>;
   else
     return nullptr;
@@ -190,8 +189,9 @@ struct Tables {
       scores_kernel<F, 9>(), scores_kernel<F, 10>(), scores_kernel<F, 11>(), scores_kernel<F, 12>()};
 #define KVERN_ROW(R) \
   { values_kernel<F, R, 1>(), values_kernel<F, R, 2>(), values_kernel<F, R, 3>(), values_kernel<F, R, 4>() }
-  static constexpr ValuesKernel values[6][4] = {KVERN_ROW(1), KVERN_ROW(2), KVERN_ROW(3),
-                                                KVERN_ROW(4), KVERN_ROW(5), KVERN_ROW(6)};
+  static constexpr ValuesKernel values[12][4] = {KVERN_ROW(1), KVERN_ROW(2),  KVERN_ROW(3),  KVERN_ROW(4),
+                                                 KVERN_ROW(5), KVERN_ROW(6),  KVERN_ROW(7),  KVERN_ROW(8),
+                                                 KVERN_ROW(9), KVERN_ROW(10), KVERN_ROW(11), KVERN_ROW(12)};
 #undef KVERN_ROW
 };
 
@@ -206,9 +206,9 @@ void all_scores(const Block& b, int rows) {
 }
 template <class F>
 void all_values(const Block& b, int rows, float* partials) {
-  const int vectors = b.head_dim / kLanes;
+  const int vectors = b.head_dim / kLanes, most = F::vectors_at_once(part(0, rows, F::kValueRows));
   for (int v = 0; v < vectors;) {
-    const int width = (int)smaller(F::kValueVectors, vectors - v);
+    const int width = (int)smaller(most, vectors - v);
     for (int r = 0; r < rows;) {
       const int n = part(r, rows, F::kValueRows);
       Tables<F>::values[n - 1][width - 1](b, r, v, partials + r * partial_floats(b.head_dim));

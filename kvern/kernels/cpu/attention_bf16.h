@@ -1,13 +1,13 @@
 // Attention's inner kernels for a cache of bf16.
 //
 // A page of one head is keys [head_dim / 2][16 tokens][2], then values [8 pairs of tokens][head_dim][2]. One load of 64
-// bytes is 16 tokens by 2 dimensions of the keys, or 16 dimensions by 2 tokens of the values; dot_bf16 with 2 numbers
+// bytes is 16 tokens by 2 dimensions of the keys, or 16 dimensions by 2 tokens of the values; `dot` with 2 operands
 // of the other side in all lanes adds to 16 results, and no sum across lanes is ever needed.
 //
 //   scores   for rows x pages in registers: over the dimensions
 //   values   for rows x vectors of 16 dimensions in registers: over the tokens
 //
-// Each result is one chain of dot_bf16 in ascending order, whatever rows, pages and vectors share the registers.
+// Each result is one chain of `dot` in ascending order, whatever rows, pages and vectors share the registers.
 //
 // Memory is kept busy throughout: while the keys of a page are read its values are fetched, and while values are read
 // the keys that are next (`Block::ahead`). Into the L2 cache: keys and values of a chunk are more than L1 holds, and it
@@ -28,8 +28,8 @@ struct Bf16Cache {
   static int64_t value_offset(int head_dim) { return 32 * head_dim; }
 
   static void set_query(const float* q, float factor, int head_dim, uint8_t* query, QueryScale*) {
-    for (int i = 0; i < head_dim; i += kLanes) store(query + i * 2, to_bf16(load<F32>(q + i) * set1(factor)));
-    if (head_dim % 32) store(query + head_dim * 2, U16x16{});  // AMX takes 32 at a time
+    for (int i = 0; i < head_dim; i += kLanes) store_operands((Operand*)query + i, load<F32>(q + i) * set1(factor));
+    if (head_dim % 32) store_operands((Operand*)query + head_dim, F32{});  // AMX takes 32 at a time
   }
 
   // A copy of a page's values with 0 for the tokens that no row sees: 0 * what happens to lie there may be NaN.
@@ -45,7 +45,8 @@ struct Bf16Cache {
     return copy;
   }
 
-  // Scores to weights, rounded to bf16; the sum is that of the rounded ones, so that the result is a true average.
+  // Scores to weights. Where these are rounded to bf16 the sum is that of the rounded ones, so that the result is a true
+  // average.
 #if defined(__AVX512BF16__)
   // By pairs of pages, which start at multiples of 32 tokens wherever the first page is: pages that a pair lacks count
   // as not seen.
@@ -101,30 +102,39 @@ struct Bf16Cache {
     uint8_t* out = b.weights + row * kWeightStride;
     const Floats offset = broadcast(top == kNothing ? 0.0f : top);
     Floats sums[kParts] = {};
-    memset(out, 0, first_page(seen) * 32);
+    constexpr int kPageBytes = kPage * sizeof(Operand);
+    memset(out, 0, first_page(seen) * kPageBytes);
     for (int p = first_page(seen); p < end_page(seen); p++)
       for (int v = 0; v < kParts; v++) {
         const int t = p * kPage + v * kWide;
-        Words bits = (Words)weight(load<Floats>(s + t) - offset);
-        bits += 0x7fff + (bits >> 16 & 1);
-        sums[v] += (Floats)(bits & 0xffff0000u);
-        store(out + t * 2, __builtin_convertvector(bits >> 16, Halved));
+        const Floats w = weight(load<Floats>(s + t) - offset);
+        sums[v] += w;
+        store(out + t * sizeof(Operand), w);
       }
-    memset(out + end_page(seen) * 32, 0, (b.pages - end_page(seen)) * 32);
+    memset(out + end_page(seen) * kPageBytes, 0, (b.pages - end_page(seen)) * kPageBytes);
     total(partial, b.head_dim) = sum_of(sums);
   }
 
-  static void weigh_nothing(const Block& b, int row) { memset(b.weights + row * kWeightStride, 0, b.pages * 32); }
+  static void weigh_nothing(const Block& b, int row) {
+    memset(b.weights + row * kWeightStride, 0, b.pages * kPage * sizeof(Operand));
+  }
 #endif
 };
 
 struct Bf16 : Bf16Cache {
-#if defined(__AVX512F__)
-  static constexpr int kScoreRows = 12, kValueRows = 6, kValueVectors = 4;
+  // What is in registers: rows * vectors sums, and besides a line takes two where it is brought to float32.
+#if defined(__AVX512BF16__)
+  static constexpr int kScoreRows = 12, kValueRows = 6;
   static constexpr int pages_at_once(int rows) { return rows <= 6 ? 4 : 2; }
+  static constexpr int vectors_at_once(int) { return 4; }
+#elif defined(__AVX512F__)
+  static constexpr int kScoreRows = 12, kValueRows = 12;
+  static constexpr int pages_at_once(int rows) { return rows <= 5 ? 4 : 2; }
+  static constexpr int vectors_at_once(int rows) { return rows <= 5 ? 4 : 2; }
 #else
-  static constexpr int kScoreRows = kParts == 2 ? 4 : 2, kValueRows = kScoreRows, kValueVectors = 1;
+  static constexpr int kScoreRows = kParts == 2 ? 4 : 2, kValueRows = kScoreRows;
   static constexpr int pages_at_once(int) { return 1; }
+  static constexpr int vectors_at_once(int) { return 1; }
 #endif
 
   template <int R>
@@ -141,18 +151,18 @@ struct Bf16 : Bf16Cache {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) acc[r][v] = Floats{};
       const uint8_t* q = b.queries + row * kQueryStride;
-      for (int64_t d = 0; d < b.head_dim * 32; d += 64, q += 4) {
-        Halves keys[V];
+      for (int64_t d = 0; d < b.head_dim * 32; d += 64, q += 2 * sizeof(Operand)) {
+        Line keys[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
-          keys[v] = load<Halves>(k[v / kParts] + v % kParts * kRegisterBytes + d);
+          keys[v] = load_line(k[v / kParts] + v % kParts * kRegisterBytes + d);
           if (v % kParts == 0) fetch(k[v / kParts] + values + d);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-          const Halves pair = (Halves)broadcast_int(q + r * kQueryStride);
+          const Pair pair = broadcast_pair((const Operand*)(q + r * kQueryStride));
 #pragma GCC unroll 4
-          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], keys[v], pair);
+          for (int v = 0; v < V; v++) acc[r][v] = dot(acc[r][v], keys[v], pair);
         }
       }
 #pragma GCC unroll 12
@@ -175,18 +185,18 @@ struct Bf16 : Bf16Cache {
     for (int page = 0; page < b.pages; page++) {
       const uint8_t* at = b.values[page] + vector * 64;
       const uint8_t* ahead = b.ahead[page] + vector * 64;
-      for (int t = 0; t < kPage / 2; t++, at += line, ahead += line, w += 4) {
-        Halves values[V];
+      for (int t = 0; t < kPage / 2; t++, at += line, ahead += line, w += 2 * sizeof(Operand)) {
+        Line values[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
-          values[v] = load<Halves>(at + v * kRegisterBytes);
+          values[v] = load_line(at + v * kRegisterBytes);
           if (v % kParts == 0) fetch(ahead + v * kRegisterBytes);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-          const Halves pair = (Halves)broadcast_int(w + r * kWeightStride);
+          const Pair pair = broadcast_pair((const Operand*)(w + r * kWeightStride));
 #pragma GCC unroll 4
-          for (int v = 0; v < V; v++) acc[r][v] = dot_bf16(acc[r][v], values[v], pair);
+          for (int v = 0; v < V; v++) acc[r][v] = dot(acc[r][v], values[v], pair);
         }
       }
     }

@@ -27,11 +27,13 @@ KVERN_INLINE Floats whole(Ints high, Ints low) { return fma(to_float(high), broa
 
 struct Int8 {
 #if defined(__AVX512F__)
-  static constexpr int kScoreRows = 6, kValueRows = 6, kValueVectors = 2;
+  static constexpr int kScoreRows = 6, kValueRows = 6;
   static constexpr int pages_at_once(int rows) { return rows <= 3 ? 4 : 2; }
+  static constexpr int vectors_at_once(int) { return 2; }
 #else
-  static constexpr int kScoreRows = kParts == 2 ? 2 : 1, kValueRows = kScoreRows, kValueVectors = 1;
+  static constexpr int kScoreRows = kParts == 2 ? 2 : 1, kValueRows = kScoreRows;
   static constexpr int pages_at_once(int) { return 1; }
+  static constexpr int vectors_at_once(int) { return 1; }
 #endif
   static constexpr int kLow = kMaxHeadDim;     // where the low bytes of a query row start
   static constexpr int kLowWeights = kChunk;   // and those of a row of weights

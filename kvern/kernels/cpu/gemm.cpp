@@ -1,4 +1,4 @@
-// The matrix product: see gemm.h for the order of its loops. The kernels are in gemm_bf16, gemm_int8 and gemm_amx.
+// The matrix product: see gemm.h for the order of its loops. The kernels are in gemm_floats, gemm_blocks and gemm_amx.
 #include "gemm.h"
 
 #include "activations.h"
@@ -48,10 +48,9 @@ Product make_product(const LinearArgs& args, int64_t rows) {
 
 KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
 
-// Whether the result is converted for the next product, to this form.
-KVERN_INLINE bool converts_to(int32_t form, const LinearArgs& a) {
-  return a.quantized.values && a.quantized.form == form;
-}
+// Whether the result is converted for the next product: to floats, or to integers in blocks.
+KVERN_INLINE bool converts_to_floats(const LinearArgs& a) { return a.quantized.values && a.quantized.form == kFloats; }
+KVERN_INLINE bool converts_to_blocks(const LinearArgs& a) { return a.quantized.values && a.quantized.form != kFloats; }
 
 // Sums y[rows][stride], of so many panels from `unit` on, to `out`.
 void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t rows, const float* y, int64_t stride) {
@@ -66,10 +65,10 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
     const F32 gate_bias = a.bias && p.half ? load<F32>(a.bias + columns + column) : F32{};
     float* out = a.out.data + row * a.out.stride + column - p.origin;
     const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + column : nullptr;
-    // The next product's input in bf16 needs no more than these columns; in int8 it is made of whole blocks: `convert`.
-    const bool to_halves = converts_to(kBf16, a);
-    const bool pad = to_halves && column + kPanel == columns && columns < a.quantized.columns;
-    uint16_t* halves = to_halves ? (uint16_t*)a.quantized.values + row * a.quantized.columns + column : nullptr;
+    // The next product's input in floats needs no more than these columns; what is made of whole blocks: `convert`.
+    const bool to_floats = converts_to_floats(a);
+    const bool pad = to_floats && column + kPanel == columns && columns < a.quantized.columns;
+    Operand* floats = to_floats ? (Operand*)a.quantized.values + row * a.quantized.columns + column : nullptr;
     for (int64_t r = 0; r < rows; r++, out += a.out.stride) {
       F32 v = load<F32>(y + r * stride);
       if (a.bias) v += bias;
@@ -79,10 +78,10 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
         v = gated(a.gate, v, b);
       }
       if (residual) v += load_at_most(residual + r * a.residual.stride, n);
-      if (to_halves) {
-        store(halves, to_bf16(v));
-        if (pad) store(halves + kPanel, U16x16{});
-        halves += a.quantized.columns;
+      if (to_floats) {
+        store_operands(floats, v);
+        if (pad) store_operands(floats + kPanel, F32{});
+        floats += a.quantized.columns;
       } else {
         store_at_most(out, v, n);
       }
@@ -90,7 +89,7 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
   }
 }
 
-// The int8 form the next product reads, of what the units before `last_unit` have just brought to `out`: columns in
+// The form in blocks that the next product reads, of what the units before `last_unit` have just brought to `out`: columns in
 // blocks of 32, two units, of which the second one is among the last `units`.
 void convert(const Product& p, int64_t last_unit, int64_t units, int64_t first_row, int64_t last_row) {
   const LinearArgs& a = p.args;
@@ -175,7 +174,7 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       m.kernels[t.rows - 1](t, y);
       const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
       finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
-      if (converts_to(kInt8, p.args)) convert(p, unit + units, units, first + start, first + stop);
+      if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
     }
   }
 }
@@ -187,7 +186,7 @@ void multiply(const Product& p, uint8_t* scratch) {
 #if defined(__AMX_TILE__)
   use_amx(p.args, rows, m);
 #else
-  p.args.x.form == kInt8 ? use_int8(p.args.weight, rows, m) : use_bf16(p.args.weight, rows, m);
+  p.args.x.form == kFloats ? use_floats(p.args.weight, rows, m) : use_blocks(p.args.x.form, p.args.weight, rows, m);
 #endif
   int64_t chunk = m.chunk_rows ? m.chunk_rows : rows;
   if (m.sums_per_group) chunk = least(chunk, kSumsBytes / 4 / (p.args.weight.in / kGroup * m.sums_per_group));

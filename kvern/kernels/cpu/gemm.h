@@ -38,7 +38,7 @@ struct Tile {
   int64_t row;        // the first one
   int rows;
   int height;         // AMX: rows of a tile register
-  // int8: what a kernel needs of the activations' sums, for each row of the tile `sums_stride` numbers:
+  // Blocks: what a kernel needs of the activations' sums, for each row of the tile `sums_stride` numbers:
   // without a minimum int32 -offset * sum, which the integer sum starts from; else float scale * sum.
   const uint8_t* sums;
   int64_t sums_stride;
@@ -62,7 +62,7 @@ struct Method {
   int tile_rows = 1;         // at most
   int64_t chunk_rows = 0;    // at most, 0 for no limit
   bool full_tiles = false;   // all tiles have `tile_rows` rows, the last overlaps the one before
-  int sums_per_group = 0;    // int8: 2 if a group has two scales
+  int sums_per_group = 0;    // blocks: 2 if a group has two scales
   int offset = 0;
   bool minimum = false;
   TileKernel kernels[kMaxTileRows] = {};  // by the tile's rows - 1
@@ -74,9 +74,9 @@ struct Method {
   void (*end)() = nullptr;
 };
 
-// Fill `method` for activations in bf16, in int8, and for either with AMX.
-void use_bf16(const PackedWeight& weight, int64_t rows, Method& method);
-void use_int8(const PackedWeight& weight, int64_t rows, Method& method);
+// Fill `method` for activations in floats, in blocks of integers, and, but for int16, for either with AMX.
+void use_floats(const PackedWeight& weight, int64_t rows, Method& method);
+void use_blocks(int32_t form, const PackedWeight& weight, int64_t rows, Method& method);
 #if defined(__AMX_TILE__)
 void use_amx(const LinearArgs& args, int64_t rows, Method& method);
 #endif

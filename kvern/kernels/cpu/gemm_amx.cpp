@@ -364,11 +364,11 @@ void use_amx_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
 }  // namespace
 
 void use_amx(const LinearArgs& args, int64_t rows, Method& m) {
-  if (args.x.form == kBf16) {
+  if (args.x.form == kFloats) {
     use_amx_bf16(args.weight, rows, m);
     m.chunk_rows = chunk(args.x.columns * 2);
-  } else if (rows < kInt8Rows || args.weight.type == kQ6_K) {
-    use_int8(args.weight, rows, m);
+  } else if (rows < kInt8Rows || args.weight.type == kQ6_K || args.x.form == kInt16) {
+    use_blocks(args.x.form, args.weight, rows, m);
   } else {
     UseInt8 use{m, args.weight.in};
     with_type(args.weight.type, use);

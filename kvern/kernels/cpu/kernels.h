@@ -22,19 +22,20 @@ struct View {
   int64_t stride;
 };
 
-// The input of a matrix product, [rows, columns]. One of two forms:
-//   bf16  values[row * columns + k]
-//   int8  blocks of 32 columns: x is about scale[row * columns / 32 + k / 32] * values[row * columns + k];
-//         sums[row * columns / 16 + k / 16] is the sum of 16 values.
+// The input of a matrix product, [rows, columns]. One of three forms:
+//   floats  values[row * columns + k]: bf16, or float32 with instruction sets that have no dot product of bf16
+//   int8    blocks of 32 columns: x is about scale[row * columns / 32 + k / 32] * values[row * columns + k];
+//           sums[row * columns / 16 + k / 16] is the sum of 16 values.
+//   int16   likewise; a value is 256 * high + low, two signed bytes, and a block lies as its 32 high and its 32 low ones
 // columns is a multiple of 32 (what lies past the real ones is 0).
 struct Activation {
-  int32_t form;  // kBf16, kInt8
+  int32_t form;  // ActivationForm
   int64_t columns;
   void* values;
   float* scale;
   int32_t* sums;
 };
-enum ActivationForm : int32_t { kBf16 = 0, kInt8 = 1 };
+enum ActivationForm : int32_t { kFloats = 0, kInt8 = 1, kInt16 = 2 };
 
 // A tensor of weights as a GGUF file names its type; the numbers are ggml's.
 enum WeightType : int32_t {
@@ -287,6 +288,7 @@ struct Kernels {
 __attribute__((weak)) const Kernels* kernels_portable();
 __attribute__((weak)) const Kernels* kernels_avx2();
 __attribute__((weak)) const Kernels* kernels_avx512();
+__attribute__((weak)) const Kernels* kernels_avx512_bf16();
 __attribute__((weak)) const Kernels* kernels_amx();
 
 }  // namespace kvern

@@ -95,14 +95,37 @@ KVERN_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-KVERN_INLINE Floats dot_bf16(Floats acc, Halves a, Halves b) {
-  Words x = (Words)a, y = (Words)b;
-  acc = fma((Floats)(x & 0xffff0000u), (Floats)(y & 0xffff0000u), acc);
-  return fma((Floats)(x << 16), (Floats)(y << 16), acc);
-}
+#endif
 
+// Lines of weights, keys or values in bf16 times operands: acc[i] += line[2i] * pair[0] + line[2i + 1] * pair[1].
+#if defined(__AVX512BF16__)
+typedef Halves Line;
+typedef Halves Pair;
+KVERN_INLINE Line load_line(const uint8_t* p) { return load<Halves>(p); }
+KVERN_INLINE Pair broadcast_pair(const Operand* p) { return (Halves)broadcast_int(p); }
+KVERN_INLINE Floats dot(Floats acc, const Line& line, const Pair& pair) {
+  return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)line, (__m512bh)(__m512i)pair);
+}
+#else
+struct Line {
+  Floats even, odd;
+};
+typedef Line Pair;
+KVERN_INLINE Line load_line(const uint8_t* p) {
+  const Words bits = load<Words>(p);
+  return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000u)};
+}
+KVERN_INLINE Pair broadcast_pair(const Operand* p) { return {broadcast_float(p), broadcast_float(p + 1)}; }
+KVERN_INLINE Floats dot(Floats acc, const Line& line, const Pair& pair) {
+  return fma(line.odd, pair.odd, fma(line.even, pair.even, acc));
+}
+#endif
+
+// acc[i] += the sum of a[4i..4i+3] * b[4i..4i+3], a unsigned, b signed; exact.
 KVERN_INLINE Ints dot_u8s8(Ints acc, Bytes a, SignedBytes b) {
-#if defined(__AVX2__)
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
   // Even and odd bytes apart, as 16-bit numbers: vpmaddubsw would saturate where a is above 128.
   __m256i x = (__m256i)a, y = (__m256i)b;
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0xff)),
@@ -125,8 +148,6 @@ KVERN_INLINE Ints dot_u8s8(Ints acc, Bytes a, SignedBytes b) {
 #endif
 }
 
-#endif
-
 // The same for a below 64, where no sum of two products leaves 16 bits.
 KVERN_INLINE Ints dot_small(Ints acc, Bytes a, SignedBytes b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -134,20 +155,6 @@ KVERN_INLINE Ints dot_small(Ints acc, Bytes a, SignedBytes b) {
   return acc + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
   return dot_u8s8(acc, a, b);
-#endif
-}
-
-// bf16 of two vectors as pairs: lane i holds a[i] in its lower half, b[i] in the upper.
-KVERN_INLINE Halves bf16_pairs(Floats a, Floats b) {
-#if defined(__AVX512BF16__)
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return (Halves)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-#else
-  Words x = (Words)a, y = (Words)b;
-  x = (x + 0x7fff + (x >> 16 & 1)) >> 16;
-  y = (y + 0x7fff + (y >> 16 & 1)) & 0xffff0000u;
-  return (Halves)(x | y);
 #endif
 }
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvern.kernels.cpu import abi
 
-ISAS = ("amx", "avx512", "avx2", "portable")  # the best first
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")  # the best first
 MOST_OPS = 8192
 _NAME = "libkvern_cpu.so"
 

@@ -1,7 +1,7 @@
 """`kvern.kernels.ops.Ops` on the native kernels.
 
-Activations are float32 between operations; what enters a matrix product is rounded to bf16, or to int8 in blocks of 32
-with a scale each. Weights stay in the bits they came in; keys and values are bf16 or int8.
+Activations are float32 between operations; what enters a matrix product is rounded to bf16 (or stays float32, where the
+processor has no dot product of bf16), or to int8 or int16 in blocks of 32 with a scale each. Weights stay in the bits they came in; keys and values are bf16 or int8.
 
 Every method makes one operation (kernels.h) and either runs it at once, on all threads, or, while `capture` records,
 puts it on the tape. Both ways the same kernel runs with the same arguments, so eager and replayed bits are equal; where
@@ -259,9 +259,10 @@ class NativeOps:
         if found is None:
             columns = -(-x.columns // _COLUMNS) * _COLUMNS
             capacity = self._capacity[x.rows]
-            row_bytes = columns * 2 if form == abi.BF16 else columns + columns // 32 * 4 + columns // 16 * 4
+            value_bytes = {abi.FLOATS: 4, abi.INT8: 1, abi.INT16: 2}[form]  # FLOATS: 2 are enough for bf16
+            row_bytes = columns * value_bytes + columns // 32 * 4 + columns // 16 * 4
             buffer = self._pool.take(capacity * row_bytes)
-            scale = buffer.address + capacity * columns
+            scale = buffer.address + capacity * columns * value_bytes
             out = abi.Activation(form, columns, buffer.address, scale, scale + capacity * (columns // 32) * 4)
             self._emit("quantize", abi.QuantizeArgs(x.view, x.columns, out), x.rows, (x.buffer,), buffer)
             found = x.activations[form] = (buffer, out)
@@ -270,14 +271,20 @@ class NativeOps:
     def linear(self, x: NativeTensor, weight: PackedMatrix, bias: Float32 | None = None) -> NativeTensor:
         out = self._new(weight.out, x.rows)
         for start, packed in weight.segments:
-            exact = weight.precise or packed.type == abi.WEIGHT_BF16 or self.activations == "bf16"
-            form = abi.BF16 if exact else abi.INT8
-            buffer, activation = self._activation(x, form)
+            buffer, activation = self._activation(x, self._form(weight, packed))
             view = abi.View(out.view.data + 4 * start, out.stride)
             shift = None if bias is None else bias.ctypes.data + 4 * start
             args = abi.LinearArgs(activation, packed, shift, _NO_VIEW, view, abi.NO_GATE, 0)
             self._emit("linear", args, x.rows, (buffer,), out.buffer)
         return out
+
+    def _form(self, weight: PackedMatrix, packed: abi.PackedWeight) -> int:
+        if packed.type == abi.WEIGHT_BF16 or self.activations == "bf16":
+            return abi.FLOATS
+        if not weight.precise:
+            return abi.INT8
+        # Two products of bytes are faster than bringing the weight to floats, but not where tiles multiply bf16.
+        return abi.FLOATS if self.engine.isa == "amx" else abi.INT16
 
     def add(self, a: NativeTensor, b: NativeTensor) -> NativeTensor:
         out = a.overwritten()

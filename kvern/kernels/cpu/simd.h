@@ -205,47 +205,15 @@ KVERN_INLINE F32 load_fp16(const void* p) {
 #endif
 }
 
-// acc[i] += a[2i] * b[2i] + a[2i+1] * b[2i+1] for 32 bf16 (given as bits); the order of the two is the set's own.
-KVERN_INLINE F32 dot_bf16(F32 acc, U16 a, U16 b) {
+// What is multiplied with bf16 weights, keys or values: bf16 where the set has a dot product of it. Else float32, since
+// every product would have to bring it there again.
 #if defined(__AVX512BF16__)
-  return (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+typedef uint16_t Operand;
+KVERN_INLINE void store_operands(Operand* p, F32 v) { store(p, to_bf16(v)); }
 #else
-  U32 x = (U32)a, y = (U32)b;
-  acc = fma((F32)(x & 0xffff0000u), (F32)(y & 0xffff0000u), acc);
-  return fma((F32)(x << 16), (F32)(y << 16), acc);
+typedef float Operand;
+KVERN_INLINE void store_operands(Operand* p, F32 v) { store(p, v); }
 #endif
-}
-// A pair of bf16 (4 bytes) in all lanes.
-KVERN_INLINE U16 broadcast_pair(const void* p) { return (U16)set1(load_i32(p)); }
-
-// acc[i] += the sum of a[4i..4i+3] * b[4i..4i+3], a unsigned, b signed; exact.
-KVERN_INLINE I32 dot_u8s8(I32 acc, U8 a, I8 b) {
-#if defined(__AVX512VNNI__)
-  return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  // Even and odd bytes apart, as 16-bit numbers: vpmaddubsw would saturate where a is above 128.
-  union { U8 v; __m256i h[2]; } x{a};
-  union { I8 v; __m256i h[2]; } y{b};
-  union { I32 v; __m256i h[2]; } r{acc};
-  for (int i = 0; i < 2; i++) {
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(x.h[i], _mm256_set1_epi16(0xff)),
-                                     _mm256_srai_epi16(_mm256_slli_epi16(y.h[i], 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x.h[i], 8), _mm256_srai_epi16(y.h[i], 8));
-    r.h[i] = _mm256_add_epi32(r.h[i], _mm256_add_epi32(even, odd));
-  }
-  return r.v;
-#else
-  U32 x = (U32)a;
-  I32 y = (I32)b;
-  acc += (I32)(x & 0xff) * (y << 24 >> 24);
-  acc += (I32)(x >> 8 & 0xff) * (y << 16 >> 24);
-  acc += (I32)(x >> 16 & 0xff) * (y << 8 >> 24);
-  acc += (I32)(x >> 24) * (y >> 24);
-  return acc;
-#endif
-}
-// Four signed bytes in all lanes.
-KVERN_INLINE I8 broadcast_quad(const void* p) { return (I8)set1(load_i32(p)); }
 
 // 2^x for x <= 127; below -126 it is 0. Relative error below 3e-7 (Cephes' polynomial on [-0.5, 0.5]).
 KVERN_INLINE F32 exp2(F32 x) {

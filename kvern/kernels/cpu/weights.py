@@ -32,7 +32,7 @@ class PackedMatrix:
 
     def __init__(self, segments: list[Segment], out: int, columns: int, precise: bool) -> None:
         self.segments = segments
-        self.precise = precise  # multiplied with bf16, never int8
+        self.precise = precise  # never multiplied with int8
         self.out = out
         self.columns = columns
 

@@ -1,4 +1,4 @@
-// Products of bf16 activations with bf16 panels.
+// Products of activations in bf16, or in float32 where the set has no dot product of bf16, with bf16 panels.
 //
 // A tile of R rows and P panels keeps R * P * 16 sums in registers; for each pair of k it loads a line of each panel and
 // multiplies it by each row's pair, broadcast. Each output has one sum, added to in ascending order of k. Enough
@@ -22,7 +22,7 @@ constexpr int kTileRows = 1;
 #endif
 
 template <int R, int P>
-void bf16_tile(const Tile& t, float* y) {
+void floats_tile(const Tile& t, float* y) {
   constexpr int V = P * kParts;
   Floats sums[R][V];
 #pragma GCC unroll 16
@@ -32,20 +32,20 @@ void bf16_tile(const Tile& t, float* y) {
   const uint8_t* panels[P];
   for (int p = 0; p < P; p++) panels[p] = t.panels[p];
   const int64_t stride = t.x->columns;
-  const uint16_t* x = (const uint16_t*)t.x->values + t.row * stride;
+  const Operand* x = (const Operand*)t.x->values + t.row * stride;
   for (int64_t group = 0; group < t.groups; group++) {
     Tile::prefetch_ahead<P>(t, group);
 #pragma GCC unroll 4
     for (int pair = 0; pair < kGroup / 2; pair++) {
       const int64_t line = group * (kGroup / 2) + pair;
-      Halves w[V];
+      Line w[V];
 #pragma GCC unroll 16
-      for (int v = 0; v < V; v++) w[v] = load<Halves>(panels[v / kParts] + line * 64 + v % kParts * kRegisterBytes);
+      for (int v = 0; v < V; v++) w[v] = load_line(panels[v / kParts] + line * 64 + v % kParts * kRegisterBytes);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        Halves a = (Halves)broadcast_int(x + r * stride + line * 2);
+        const Pair a = broadcast_pair(x + r * stride + line * 2);
 #pragma GCC unroll 16
-        for (int v = 0; v < V; v++) sums[r][v] = dot_bf16(sums[r][v], w[v], a);
+        for (int v = 0; v < V; v++) sums[r][v] = dot(sums[r][v], w[v], a);
       }
     }
   }
@@ -70,7 +70,7 @@ struct PrepareOf {
 
 template <int R>
 void fill_kernels(Method& m) {
-  m.kernels[R - 1] = bf16_tile<R, 2>;
+  m.kernels[R - 1] = floats_tile<R, 2>;
   if constexpr (R > 1) fill_kernels<R - 1>(m);
 }
 
@@ -82,12 +82,12 @@ Prepare prepare_bf16(int32_t type) {
   return f.found;
 }
 
-void use_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
+void use_floats(const PackedWeight& weight, int64_t rows, Method& m) {
   m.prepare = prepare_bf16(weight.type);
   m.prepared_bytes = weight.in * kPanel * 2;
   if (rows == 1 && (!m.prepare || 4 * m.prepared_bytes <= kPreparedBytes)) {
     m.panels = 4;
-    m.kernels[0] = bf16_tile<1, 4>;
+    m.kernels[0] = floats_tile<1, 4>;
     return;
   }
   m.tile_rows = kTileRows;
