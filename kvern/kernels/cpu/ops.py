@@ -1,7 +1,8 @@
 """`kvern.kernels.ops.Ops` on the native kernels.
 
 Activations are float32 between operations; what enters a matrix product is rounded to bf16 (or stays float32, where the
-processor has no dot product of bf16), or to int8 or int16 in blocks of 32 with a scale each. Weights stay in the bits they came in; keys and values are bf16 or int8.
+processor has no dot product of bf16), or to int8 or int16 in blocks of 32 with a scale each. Weights stay in the bits
+they came in; keys and values are bf16 or int8.
 
 Every method makes one operation (kernels.h) and either runs it at once, on all threads, or, while `capture` records,
 puts it on the tape. Both ways the same kernel runs with the same arguments, so eager and replayed bits are equal; where
