@@ -65,13 +65,9 @@ void compute_block(const Context& c, const Tile& tile, const Pages& pages, const
 
 // Where the values of each page lie: in a copy, if the page holds garbage.
 template <class F>
-void point_at_values(const Context& c, const Tile& tile, const Piece& piece, const Pages& pages, const Pages& next,
-                     Block* b) {
+void point_at_values(const Context& c, const Tile& tile, const Piece& piece, const Pages& pages, Block* b) {
   const int64_t offset = F::value_offset(b->head_dim);
-  for (int i = 0; i < pages.count; i++) {
-    b->values[i] = pages.keys[i] + offset;
-    b->ahead[i] = i < next.count ? next.keys[i] : pages.keys[i];
-  }
+  for (int i = 0; i < pages.count; i++) b->values[i] = pages.keys[i] + offset;
   const int last = pages.count - 1, begin = (int)(seen_by(c, tile, piece).begin - pages.first_token);
   const int64_t end = smaller(c.plan.context_len[piece.segment] - pages.first_token, pages.count * kPage);
   b->valid = {begin, (int)end};
@@ -96,10 +92,11 @@ void merge(float* state, float* partial, int head_dim) {
   total(state, head_dim) = total(state, head_dim) * fade[0] + total(partial, head_dim) * share[0];
 }
 
-// The partials of a piece: to `slot`, or merged into the rows' state if that is null.
+// The partials of a piece: to `slot`, or merged into the rows' state if that is null. `next`: see Cursor.
 template <class F>
-void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages& pages, const Pages& next,
-                   float* slot) {
+void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit* next, Cursor* cursor, float* slot) {
+  Pages pages;
+  list_pages(c, tile, piece, &pages);
   const int floats = c.row_floats(), head_dim = c.args.cache.head_dim;
   if (pages.count == 0) {
     for (int r = 0; slot && r < piece.rows; r++) largest(slot + r * floats, head_dim) = kNothing;
@@ -116,8 +113,10 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Pages
   b.tile_rows = &c.work.tile_rows;
   b.pairs = c.work.pairs;
   b.rest = c.work.rest;
-  point_at_values<F>(c, tile, piece, pages, next, &b);
-  Ahead ahead = {next.keys, next.count, c.head_bytes, 0};
+  point_at_values<F>(c, tile, piece, pages, &b);
+  const int taken = take_pages(c, next, pages.count, cursor, b.ahead);
+  for (int i = taken; i < pages.count; i++) b.ahead[i] = pages.keys[i];
+  Ahead ahead = {b.ahead, taken, c.head_bytes, 0};
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
     float* partials = slot ? slot + r * floats : c.work.partial;
@@ -189,28 +188,20 @@ void merge_slots(const Context& c, const Unit& unit) {
   }
 }
 
-// `next` is the unit that comes after this one, or null: its first keys are fetched at the end.
+// `next` is the unit that comes after this one, or null.
 template <class F>
-void compute_unit(Context& c, const Unit& unit, const Unit* next) {
+void compute_unit(Context& c, const Unit& unit, const Unit* next, Cursor* cursor) {
   const Tile& tile = unit.tile;
   const bool split = unit.split_tile >= 0;
-  Pages pages[2];
+  if (cursor->unit != &unit) {  // at the start
+    point_at(c, unit, 0, cursor);
+    cursor->page = cursor->pages.count;
+  }
   set_queries<F>(c, tile);
   if (!split) clear_state(c, tile);
-  Piece piece = piece_of(c, tile, unit.piece);
-  list_pages(c, tile, piece, &pages[0]);
   for (int i = 0; i < unit.pieces; i++) {
-    Pages &now = pages[i % 2], &later = pages[(i + 1) % 2];
-    Piece following = {};
-    later.count = 0;
-    if (i + 1 < unit.pieces) {
-      following = piece_of(c, tile, unit.piece + i + 1);
-      list_pages(c, tile, following, &later);
-    } else if (next) {
-      list_pages(c, next->tile, piece_of(c, next->tile, next->piece), &later);
-    }
-    compute_piece<F>(c, tile, piece, now, later, split ? c.slot(unit.first_slot + unit.piece) : nullptr);
-    piece = following;
+    const Piece piece = piece_of(c, tile, unit.piece + i);
+    compute_piece<F>(c, tile, piece, next, cursor, split ? c.slot(unit.first_slot + unit.piece) : nullptr);
   }
   if (split) {
     const int before = __atomic_fetch_add(c.finished(unit.split_tile), 1, __ATOMIC_ACQ_REL);
@@ -224,12 +215,14 @@ void compute_unit(Context& c, const Unit& unit, const Unit* next) {
 template <class F>
 void run(Context& c) {
   Unit units[2];
+  Cursor cursor;
+  cursor.unit = nullptr;
   int strand = 0, turn = 0;
   bool more = find_unit(c, __atomic_fetch_add(&c.counter.next, 1, __ATOMIC_RELAXED), strand, &units[0]);
   while (more) {
     Unit *now = &units[turn], *next = &units[turn ^ 1];
     more = find_unit(c, __atomic_fetch_add(&c.counter.next, 1, __ATOMIC_RELAXED), strand, next);
-    compute_unit<F>(c, *now, more ? next : nullptr);
+    compute_unit<F>(c, *now, more ? next : nullptr, &cursor);
     turn ^= 1;
   }
   F::finish(&c.work.tile_rows);

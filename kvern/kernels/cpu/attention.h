@@ -47,8 +47,8 @@ struct Seen {
   int end;
 };
 
-// Pages that are read next, fetched to the L2 cache a little at a time: memory is to work throughout, and a core awaits
-// no more than a dozen or so lines at once; a long run of fetches would hold up what comes after it.
+// Pages that are fetched to the L2 cache a little at a time: memory is to work throughout, and a core awaits no more than
+// a dozen or so lines at once; a long run of fetches would hold up what comes after it.
 struct Ahead {
   const uint8_t* const* pages;
   int left;  // pages
@@ -72,7 +72,7 @@ struct Block {
   int pages;
   const uint8_t* const* keys;           // pages, and 3 more to fill up a group of 4
   const uint8_t* values[kChunkPages];   // the value part of the pages, or a copy of it
-  const uint8_t* ahead[kChunkPages];    // pages whose keys are read next
+  const uint8_t* ahead[kChunkPages];    // for each page, another one to be fetched meanwhile; maybe itself
   const uint8_t* queries;               // kQueryStride apart
   const QueryScale* query_scales;
   float* scores;                        // kScoreStride apart
@@ -80,7 +80,7 @@ struct Block {
   float* weight_scales;                 // int8 only
   int lead;                             // 1 if the first page is the second one of a pair, else 0
   // AMX only:
-  Ahead* next;     // not null: the keys and values after these
+  Ahead* next;     // not null: those of `ahead` that are still to be fetched
   bool again;      // another block has just been computed against the same pages
   int* tile_rows;  // what the tile registers are configured for
   Seen valid;      // tokens whose values are not garbage

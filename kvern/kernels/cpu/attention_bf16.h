@@ -9,9 +9,9 @@
 //
 // Each result is one chain of `dot` in ascending order, whatever rows, pages and vectors share the registers.
 //
-// Memory is kept busy throughout: while the keys of a page are read its values are fetched, and while values are read
-// the keys that are next (`Block::ahead`). Into the L2 cache: keys and values of a chunk are more than L1 holds, and it
-// can await too few lines to keep memory busy.
+// Memory is kept busy throughout: with each line of a page's keys or values that is read, one of a page that comes later
+// is fetched (`Block::ahead`). Into the L2 cache: keys and values of a chunk are more than L1 holds, and it can await too
+// few lines to keep memory busy.
 #pragma once
 
 #include "attention.h"
@@ -140,11 +140,13 @@ struct Bf16 : Bf16Cache {
   template <int R>
   static void score_rows(const Block& b, int row) {
     constexpr int P = pages_at_once(R), V = P * kParts;
-    const int64_t values = value_offset(b.head_dim);
     float* out = b.scores + row * kScoreStride;
     for (int page = 0; page < b.pages; page += P) {
-      const uint8_t* k[P];
-      for (int p = 0; p < P; p++) k[p] = b.keys[page + p];
+      const uint8_t *k[P], *ahead[P];
+      for (int p = 0; p < P; p++) {
+        k[p] = b.keys[page + p];
+        ahead[p] = b.ahead[smaller(page + p, b.pages - 1)];
+      }
       Floats acc[R][V];
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
@@ -156,7 +158,7 @@ struct Bf16 : Bf16Cache {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           keys[v] = load_line(k[v / kParts] + v % kParts * kRegisterBytes + d);
-          if (v % kParts == 0) fetch(k[v / kParts] + values + d);
+          if (v % kParts == 0) fetch(ahead[v / kParts] + d);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -184,7 +186,7 @@ struct Bf16 : Bf16Cache {
       for (int v = 0; v < V; v++) acc[r][v] = Floats{};
     for (int page = 0; page < b.pages; page++) {
       const uint8_t* at = b.values[page] + vector * 64;
-      const uint8_t* ahead = b.ahead[page] + vector * 64;
+      const uint8_t* ahead = b.ahead[page] + value_offset(b.head_dim) + vector * 64;
       for (int t = 0; t < kPage / 2; t++, at += line, ahead += line, w += 2 * sizeof(Operand)) {
         Line values[V];
 #pragma GCC unroll 4

@@ -68,11 +68,14 @@ struct Int8 {
   template <int R>
   static void score_rows(const Block& b, int row) {
     constexpr int P = pages_at_once(R), V = P * kParts;
-    const int64_t values = value_offset(b.head_dim), scales = 32 * b.head_dim;
+    const int64_t scales = 32 * b.head_dim;
     float* out = b.scores + row * kScoreStride;
     for (int page = 0; page < b.pages; page += P) {
-      const uint8_t* k[P];
-      for (int p = 0; p < P; p++) k[p] = b.keys[page + p];
+      const uint8_t *k[P], *ahead[P];
+      for (int p = 0; p < P; p++) {
+        k[p] = b.keys[page + p];
+        ahead[p] = b.ahead[smaller(page + p, b.pages - 1)];
+      }
       Ints high[R][V], low[R][V];
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++)
@@ -87,7 +90,7 @@ struct Int8 {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           keys[v] = load<Bytes>(k[v / kParts] + v % kParts * kRegisterBytes + d);
-          if (v % kParts == 0) prefetch(k[v / kParts] + values + d);
+          if (v % kParts == 0) fetch(ahead[v / kParts] + d);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -163,15 +166,15 @@ struct Int8 {
       for (int v = 0; v < V; v++) high[r][v] = low[r][v] = Ints{};
     for (int page = 0; page < b.pages; page++) {
       const uint8_t* at = b.values[page] + vector * 64;
-      const uint8_t* ahead = b.ahead[page] + vector * 64;
-      if (vector == 0) prefetch(b.ahead[page] + 32 * b.head_dim);
-      if (vector == 0) prefetch(b.ahead[page] + 32 * b.head_dim + 64);
+      const uint8_t* ahead = b.ahead[page] + value_offset(b.head_dim) + vector * 64;
+      if (vector == 0) fetch(b.ahead[page] + 32 * b.head_dim);  // the scales
+      if (vector == 0) fetch(b.ahead[page] + 32 * b.head_dim + 64);
       for (int t = 0; t < kPage / 4; t++, at += line, ahead += line, w += 4) {
         SignedBytes values[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
           values[v] = load<SignedBytes>(at + v * kRegisterBytes);
-          if (v % kParts == 0) prefetch(ahead + v * kRegisterBytes);
+          if (v % kParts == 0) fetch(ahead + v * kRegisterBytes);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {

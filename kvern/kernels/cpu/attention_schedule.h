@@ -285,6 +285,41 @@ void list_pages(const Context& c, const Tile& tile, const Piece& piece, Pages* p
   for (int i = 0; i < 3; i++) pages->keys[pages->count + i] = pages->keys[pages->count - 1];
 }
 
+// ---- Fetching ahead
+
+// What a thread reads is one sequence of pages: unit after unit, piece after piece. While a piece is computed as many
+// pages are fetched as it has, a constant number of pages before their turn (those of the first piece), so that memory
+// has the same to do throughout, however uneven the pieces are.
+struct Cursor {
+  const Unit* unit;
+  int piece;
+  int page;  // of `pages`, the next one to be fetched
+  Pages pages;
+};
+
+void point_at(const Context& c, const Unit& unit, int piece, Cursor* at) {
+  at->unit = &unit;
+  at->piece = piece;
+  at->page = 0;
+  list_pages(c, unit.tile, piece_of(c, unit.tile, unit.piece + piece), &at->pages);
+}
+
+// Up to `count` pages from the cursor on, as far as units are known: to the end of `next`, or of the cursor's if that is
+// null. Returns how many.
+int take_pages(const Context& c, const Unit* next, int count, Cursor* at, const uint8_t** pages) {
+  int taken = 0;
+  for (;;) {
+    while (taken < count && at->page < at->pages.count) pages[taken++] = at->pages.keys[at->page++];
+    if (taken == count) return taken;
+    if (at->piece + 1 < at->unit->pieces)
+      point_at(c, *at->unit, at->piece + 1, at);
+    else if (next && at->unit != next)
+      point_at(c, *next, 0, at);
+    else
+      return taken;
+  }
+}
+
 // What a row of the tile sees of these pages; empty if nothing.
 Seen seen_by_row(const Context& c, const Tile& tile, const Pages& pages, int row) {
   const bool several = tile.strand->count > 1;
