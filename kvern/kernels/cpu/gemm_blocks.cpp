@@ -21,9 +21,49 @@ constexpr int tile_rows(int bytes) { return bytes == 1 ? 6 : 4; }
 constexpr int tile_rows(int bytes) { return bytes == 1 ? 2 : 1; }
 #endif
 
-template <int type, int bytes, int R, int P>
+// A panel brought to a form that needs no unpacking, for all tiles but the first and only one: of each group 8 lines of
+// values, the factors of each half, and the minimums, in float32.
+template <bool minimums, int halves, int bits>
+struct Unpacked {
+  static constexpr int kGroups = 1, kHalves = halves, kBits = bits;
+  static constexpr bool kMinimum = minimums;
+  static constexpr int kBytes = (8 + halves + minimums) * 64;
+
+  static const uint8_t* record(const uint8_t* panel, int64_t group) { return panel + group * kBytes; }
+  KVERN_INLINE Bytes quad(const uint8_t* record, int, int g, int part) {
+    return load<Bytes>(record + g * 64 + part * kRegisterBytes);
+  }
+  KVERN_INLINE Floats scale(const uint8_t* record, int, int half, int part) {
+    return load<Floats>(record + (8 + half) * 64 + part * kRegisterBytes);
+  }
+  KVERN_INLINE Floats minimum(const uint8_t* record, int, int part) {
+    return load<Floats>(record + (8 + halves) * 64 + part * kRegisterBytes);
+  }
+};
+// Few of them, so that few kernels are compiled: 4 stands for all numbers of bits below 8.
+template <int type>
+using UnpackedOf = Unpacked<Record<type>::kMinimum, Record<type>::kHalves, Record<type>::kBits == 8 ? 8 : 4>;
+
+template <int type>
+void unpack(const uint8_t* panel, int64_t groups, uint8_t* out) {
+  using R = Record<type>;
+  for (int64_t i = 0; i < groups; i++, out += UnpackedOf<type>::kBytes) {
+    const uint8_t* record = R::record(panel, i);
+    const int group = i % R::kGroups;
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; part++) {
+      uint8_t* lines = out + part * kRegisterBytes;
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; g++) store(lines + g * 64, R::quad(record, group, g, part));
+#pragma GCC unroll 2
+      for (int half = 0; half < R::kHalves; half++) store(lines + (8 + half) * 64, R::scale(record, group, half, part));
+      if constexpr (R::kMinimum) store(lines + (8 + R::kHalves) * 64, R::minimum(record, group, part));
+    }
+  }
+}
+
+template <class Rec, int bytes, int R, int P>
 void blocks_tile(const Tile& t, float* y) {
-  using Rec = Record<type>;
   constexpr int V = P * kParts, kQuads = 8 / Rec::kHalves;
   Floats sums[R][V];
 #pragma GCC unroll 16
@@ -94,27 +134,33 @@ void blocks_tile(const Tile& t, float* y) {
     for (int v = 0; v < V; v++) store(y + (r * V + v) * kWide, sums[r][v]);
 }
 
-template <int type, int bytes, int R>
+template <class Rec, int bytes, int R>
 void fill_kernels(Method& m) {
-  m.kernels[R - 1] = blocks_tile<type, bytes, R, 2>;
-  if constexpr (R > 1) fill_kernels<type, bytes, R - 1>(m);
+  m.kernels[R - 1] = blocks_tile<Rec, bytes, R, 2>;
+  if constexpr (R > 1) fill_kernels<Rec, bytes, R - 1>(m);
 }
 
 template <int bytes>
 struct Use {
   Method& m;
+  int64_t in;
   int64_t rows;
   template <int type>
   void operator()() {
+    constexpr int most = tile_rows(bytes);
     m.sums_per_group = Record<type>::kHalves;
     m.offset = Record<type>::kOffset;
     m.minimum = Record<type>::kMinimum;
+    m.tile_rows = most;
     if (rows == 1) {
       m.panels = 4;
-      m.kernels[0] = blocks_tile<type, bytes, 1, 4>;
+      m.kernels[0] = blocks_tile<Record<type>, bytes, 1, 4>;
+    } else if (rows <= most) {
+      fill_kernels<Record<type>, bytes, most>(m);
     } else {
-      m.tile_rows = tile_rows(bytes);
-      fill_kernels<type, bytes, tile_rows(bytes)>(m);
+      fill_kernels<UnpackedOf<type>, bytes, most>(m);
+      m.prepare = unpack<type>;
+      m.prepared_bytes = UnpackedOf<type>::kBytes * in / kGroup;
     }
   }
 };
@@ -122,8 +168,8 @@ struct Use {
 }  // namespace
 
 void use_blocks(int32_t form, const PackedWeight& weight, int64_t rows, Method& m) {
-  Use<1> narrow{m, rows};
-  Use<2> wide{m, rows};
+  Use<1> narrow{m, weight.in, rows};
+  Use<2> wide{m, weight.in, rows};
   form == kInt8 ? with_type(weight.type, narrow) : with_type(weight.type, wide);
 }
 
