@@ -27,13 +27,13 @@ BLOCK = 16
 CHUNK = 512  # tokens of a step
 FLOAT_TYPES = (0, 1, 30)  # ggml's numbers
 WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("bf16 activations (default)", {}),
+    ("bf16 activations", {}),
     ("int8 activations", {"activations": "int8"}),
     ("bf16 activations, int8 KV cache", {"kv_dtype": "int8"}),
     ("int8 activations, int8 KV cache", {"activations": "int8", "kv_dtype": "int8"}),
 ]
 FLOAT_WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("bf16 (default)", {}),
+    ("bf16", {}),
     ("int8 KV cache", {"kv_dtype": "int8"}),
     ("`--quantize int8`", {"quantize": "int8"}),
     ("`--quantize int4`", {"quantize": "int4"}),

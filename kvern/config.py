@@ -50,7 +50,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True):
     ] = "auto"
     quantize: Annotated[
         Literal["none", "int8", "int4"],
-        Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_0 blocks"),
+        Meta(description="store the weights of a float checkpoint in fewer bits: Q8_0 or Q4_1 blocks"),
     ] = "none"
     graph: Annotated[
         Literal["full", "piecewise", "none"],

@@ -90,10 +90,10 @@ class Ops(Protocol):
         (fused QKV)."""
         ...
 
-    def pack(self, weight: Tensor, *, precise: bool = False) -> Tensor:
+    def pack(self, weight: Tensor, *, precise: bool = False, head: bool = False) -> Tensor:
         """The matrix `weight` in the form that `linear` reads fastest. `weight` itself stays as it is. precise: a
-        backend that may round what is multiplied with it should do without. Safe to call from several threads at
-        once."""
+        backend that may round what is multiplied with it should do without. head: it gives logits; a backend that
+        stores weights in fewer bits keeps more of these. Safe to call from several threads at once."""
         ...
 
     def allocate_kv_cache(

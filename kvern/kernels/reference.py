@@ -154,7 +154,7 @@ class ReferenceOps:
             start += len(values)
         return out
 
-    def pack(self, weight: torch.Tensor, *, precise: bool = False) -> torch.Tensor:
+    def pack(self, weight: torch.Tensor, *, precise: bool = False, head: bool = False) -> torch.Tensor:
         # At 8 rows oneDNN takes a third of the time that MKL takes, which torch uses for float32 on its own.
         return torch.ops.mkldnn._reorder_linear_weight(weight, ROW_MULTIPLE) if self._onednn else weight
 

@@ -23,4 +23,4 @@ class Embedding:
 
     def as_head(self) -> Linear:
         """The layer that gives logits, when it is tied to this table."""
-        return Linear(self.ops, self.ops.pack(self.table))
+        return Linear(self.ops, self.ops.pack(self.table, head=True))

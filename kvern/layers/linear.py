@@ -23,12 +23,14 @@ class Linear:
         *,
         bias: bool = False,
         precise: bool = False,
+        head: bool = False,
     ) -> Linear:
-        """The layers named by the keys of `out_features` as one, their outputs side by side. precise: see Ops.pack."""
+        """The layers named by the keys of `out_features` as one, their outputs side by side. precise, head: see
+        Ops.pack."""
         ops = weights.ops
         stored = weights.load({f"{name}.weight": (n, in_features) for name, n in out_features.items()})
         shift = weights.load({f"{name}.bias": (n,) for name, n in out_features.items()}) if bias else None
-        return cls(ops, ops.pack(stored, precise=precise), shift)
+        return cls(ops, ops.pack(stored, precise=precise, head=head), shift)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)

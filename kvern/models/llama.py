@@ -74,7 +74,7 @@ class Llama:
     def lm_head(self, weights: Weights) -> Linear:
         if self.config.tie_word_embeddings:
             return self.embedding.as_head()
-        return Linear.load(weights, self.config.hidden_size, {"lm_head": self.config.vocab_size})
+        return Linear.load(weights, self.config.hidden_size, {"lm_head": self.config.vocab_size}, head=True)
 
     def rms_norm(self, weights: Weights, name: str, size: int) -> RMSNorm:
         return RMSNorm.load(weights, name, size, self.config.rms_norm_eps, self.norm_offset)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from gguf.constants import GGMLQuantizationType
 
 from kvern.kernels.cpu import abi
 from kvern.kernels.cpu.library import ISAS, KernelsMissing, load
@@ -168,6 +169,15 @@ def test_engines_work_side_by_side():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize(("bits", "layer", "head"), [("int8", "Q8_0", "Q8_0"), ("int4", "Q4_1", "Q8_0")])
+def test_quantize_stores_floats_in_fewer_bits_and_logits_in_eight(bits, layer, head):
+    ops = NativeOps(1, quantize=bits)
+    weight = ops.weight([random(3, 32, 64)])
+    for packed, kind in ((ops.pack(weight), layer), (ops.pack(weight, head=True), head)):
+        (segment,) = packed.segments
+        assert segment.weight.type == GGMLQuantizationType[kind]
 
 
 def test_activations_are_the_faster_ones_unless_set(ops):

@@ -180,9 +180,9 @@ class NativeOps:
         stored = [part if isinstance(part, StoredTensor) else StoredTensor.of(part) for part in parts]
         return vector(stored) if len(stored[0].shape) == 1 else StoredMatrix(stored)
 
-    def pack(self, weight: StoredMatrix, *, precise: bool = False) -> PackedMatrix:
+    def pack(self, weight: StoredMatrix, *, precise: bool = False, head: bool = False) -> PackedMatrix:
         if self.quantize != "none":
-            weight = quantized(weight, self.quantize)
+            weight = quantized(weight, "int8" if head else self.quantize)
         return pack(self.engine, self._arena, weight, precise)
 
     def kv_bytes(self, num_kv_heads: int, head_dim: int) -> int:

@@ -81,13 +81,14 @@ def _pack_parts(
 
 
 def quantized(matrix: StoredMatrix, bits: Literal["int8", "int4"]) -> StoredMatrix:
-    """Float parts in blocks of 32 with a scale each (ggml's Q8_0 and Q4_0); what is quantised already stays."""
+    """Float parts in blocks of 32 with a scale each, for int4 with a minimum as well (ggml's Q8_0 and Q4_1); what is
+    quantised already stays."""
     if matrix.columns % _BLOCK:
         return matrix
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import quantize
 
-    kind = GGMLQuantizationType.Q8_0 if bits == "int8" else GGMLQuantizationType.Q4_0
+    kind = GGMLQuantizationType.Q8_0 if bits == "int8" else GGMLQuantizationType.Q4_1
 
     def convert(part: StoredTensor) -> StoredTensor:
         if part.type not in _FLOATS:
