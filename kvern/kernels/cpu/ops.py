@@ -37,7 +37,7 @@ _NO_VIEW = abi.View(None, 0)
 class NativeTensor:
     """Rows of float32, `columns` from `offset` on in rows of `stride`. rows: abi.TOKENS or abi.LOGIT_ROWS."""
 
-    __slots__ = ("activations", "buffer", "columns", "offset", "rows", "stride")
+    __slots__ = ("activations", "best", "buffer", "columns", "offset", "rows", "stride")
 
     def __init__(self, buffer: Buffer, columns: int, rows: int, *, stride: int = 0, offset: int = 0) -> None:
         self.buffer = buffer
@@ -46,6 +46,8 @@ class NativeTensor:
         self.stride = stride or columns
         self.offset = offset
         self.activations: dict[int, tuple[Buffer, abi.Activation]] = {}  # by form: this as a product's input
+        # The operation that finds each row's largest, and where it writes: index [capacity], then value.
+        self.best: tuple[ctypes.Array[abi.Op], Buffer, NDArray[np.int32]] | None = None
 
     @property
     def view(self) -> abi.View:
@@ -316,12 +318,16 @@ class NativeOps:
         return out
 
     def argmax(self, x: NativeTensor) -> tuple[Int32, Float32]:
+        """Never recorded. Of a tape's output, the same tensor in every step, it is prepared once."""
         capacity = self._capacity[x.rows]
-        buffer = self._pool.take(capacity * 8)
-        value = buffer.address + capacity * 4
-        self._emit("argmax", abi.ArgmaxArgs(x.view, x.columns, buffer.address, value), x.rows, (x.buffer,), buffer)
+        if x.best is None:
+            buffer = self._pool.take(capacity * 8)
+            args = abi.ArgmaxArgs(x.view, x.columns, buffer.address, buffer.address + capacity * 4)
+            found = np.ctypeslib.as_array((ctypes.c_int32 * (2 * capacity)).from_address(buffer.address))
+            x.best = op_array([abi.make_op("argmax", args, x.rows)]), buffer, found
+        op, _, found = x.best
+        self.engine.run(op, 1, self._step)
         count = self._step.num_tokens if x.rows == abi.TOKENS else self._step.num_rows
-        found = np.ctypeslib.as_array((ctypes.c_int32 * (2 * capacity)).from_address(buffer.address))
         return found[:count].copy(), found[capacity : capacity + count].view(np.float32).copy()
 
     def sample(self, rows: ctypes.Array[abi.SampleRow], columns: int) -> Int32:

@@ -1,7 +1,7 @@
 // Operations on rows: normalisation, gates, sums, the conversion of a matrix product's input, argmax.
 //
-// Rows are divided evenly over the threads; argmax of a single row divides its columns. Columns past the last whole
-// vector are computed in a vector of their own, padded with zeros.
+// Rows are divided evenly over the threads. Columns past the last whole vector are computed in a vector of their own,
+// padded with zeros.
 #include "activations.h"
 #include "kernels.h"
 #include "quantize.h"
