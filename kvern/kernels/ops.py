@@ -178,10 +178,10 @@ class Ops(Protocol):
 
     def rotary_factors(self, table: Tensor, plan: Plan) -> RotaryFactors: ...
 
-    def rotary(self, x: Tensor, factors: RotaryFactors) -> Tensor:
+    def rotary(self, x: Tensor, factors: RotaryFactors, scale: Float32 | None = None) -> Tensor:
         """Rotate each head of x [T, heads * head_dim] by its token's angles, dimension i with dimension
-        i + head_dim / 2 (RoPE, Su et al. 2021, in the half-split form). May be in x's memory: x is not to be used
-        afterwards."""
+        i + head_dim / 2 (RoPE, Su et al. 2021, in the half-split form); then multiply these pairs by scale [heads,
+        head_dim / 2], which the caller keeps. May be in x's memory: x is not to be used afterwards."""
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, plan: Plan) -> None:

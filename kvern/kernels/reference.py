@@ -263,7 +263,7 @@ class ReferenceOps:
     def rotary_factors(self, table: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         return table.index_select(0, plan.positions)  # [T, 2, head_dim / 2]
 
-    def rotary(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def rotary(self, x: torch.Tensor, factors: torch.Tensor, scale: Float32 | None = None) -> torch.Tensor:
         half = factors.shape[-1]
         heads = x.reshape(len(x), -1, 2, half).float()
         a, b = heads[:, :, 0], heads[:, :, 1]
@@ -271,6 +271,8 @@ class ReferenceOps:
         out = torch.empty_like(heads)
         torch.sub(a * cos, b * sin, out=out[:, :, 0])
         torch.add(b * cos, a * sin, out=out[:, :, 1])
+        if scale is not None:
+            out *= torch.from_numpy(scale)[:, None]  # [heads, 1, head_dim / 2]
         return out.to(self._dtype).view(x.shape)
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, plan: StepPlan) -> None:

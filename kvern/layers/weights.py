@@ -34,17 +34,23 @@ class Weights:
 
     def load(self, shapes: dict[str, tuple[int, ...]]) -> Tensor:
         """The named tensors, one below the other. Raises ModelError if one is missing or of another shape."""
-        parts: list[StoredTensor | NDArray[np.float32]] = []
-        for name, shape in shapes.items():
-            name = self._prefix + name
-            if name not in self._names:
-                raise ModelError(f"the checkpoint has no tensor {name!r}")
-            found = tuple(self._checkpoint.shape(name))
-            if found != shape:
-                raise ModelError(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
-            parts.append(self._checkpoint.stored(name))
+        parts = [self._stored(name, shape) for name, shape in shapes.items()]
+        for _ in parts:
             self._loaded.count()
         return self.ops.weight(parts)
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """A tensor's values, for what a layer derives from them before it loads it. Raises ModelError as `load`."""
+        return self._stored(name, shape).decode().astype(np.float32, copy=False)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        name = self._prefix + name
+        if name not in self._names:
+            raise ModelError(f"the checkpoint has no tensor {name!r}")
+        found = tuple(self._checkpoint.shape(name))
+        if found != shape:
+            raise ModelError(f"tensor {name!r} has shape {found}, the configuration wants {shape}")
+        return self._checkpoint.stored(name)
 
 
 class _Counter:

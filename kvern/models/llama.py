@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvern.config import ModelConfig
 from kvern.kernels.ops import Int32, KVCache, Plan, Tensor
-from kvern.layers.attention import Attention
+from kvern.layers.attention import Attention, KeyBalance
 from kvern.layers.decoder import DecoderLayer
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
@@ -93,6 +93,10 @@ class Llama:
         config = self.config
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        balance = None
+        if qkv_bias:
+            bias = weights.numbers("k_proj.bias", (kv_size,))
+            balance = KeyBalance.of_bias(bias, config.num_heads, config.num_kv_heads)
         return Attention(
             # What is rounded here goes through an exponential, or stands for whole contexts: in int8 these two
             # small products alone would make a third of the error.
@@ -105,4 +109,5 @@ class Llama:
             k_norm=self.rms_norm(weights, "k_norm", config.head_dim) if qk_norm else None,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             window=window,
+            balance=balance,
         )

@@ -123,6 +123,9 @@ def test_rotary_turns_each_pair_by_its_angle():
     turned = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * np.exp(1j * angles[positions])[:, None]
     want = np.stack([turned.real, turned.imag], axis=2).reshape(3, 12)
     np.testing.assert_allclose(ops.rotary(torch.from_numpy(x), factors).numpy(), want, atol=1e-5)
+    scale = random(rng, 2, 3)
+    scaled = (want.reshape(3, 2, 2, 3) * scale[:, None]).reshape(3, 12)
+    np.testing.assert_allclose(ops.rotary(torch.from_numpy(x), factors, scale).numpy(), scaled, atol=1e-5)
 
 
 # ---- attention

@@ -349,14 +349,18 @@ def test_rotary(isa, heads, head_dim, tokens):
     cosines, sines = table[positions][:, None, 0], table[positions][:, None, 1]
     want = np.stack([a * cosines - b * sines, b * cosines + a * sines], 2).reshape(tokens, -1)
     step = abi.Step(num_tokens=tokens, positions=positions.ctypes.data)
+    scale = normal(rng, heads, head_dim // 2)
+    scaled = (want.reshape(tokens, heads, 2, -1) * scale[:, None]).reshape(tokens, -1)
     for threads in THREADS:
-        out = np.full((tokens, heads * head_dim), np.nan, np.float32)
-        run(isa, threads, "rotary", abi.RotaryArgs(view(x), view(out), table.ctypes.data, heads, head_dim), step)
-        assert np.array_equal(out, want)
-        same = x.copy()
-        run(isa, threads, "rotary", abi.RotaryArgs(view(same), view(same), table.ctypes.data, heads, head_dim), step)
-        assert np.array_equal(same[:, : heads * head_dim], want)
-        assert np.array_equal(same[:, heads * head_dim :], x[:, heads * head_dim :])
+        for by, result in ((None, want), (scale.ctypes.data, scaled)):
+            out = np.full((tokens, heads * head_dim), np.nan, np.float32)
+            args = (table.ctypes.data, by, heads, head_dim)
+            run(isa, threads, "rotary", abi.RotaryArgs(view(x), view(out), *args), step)
+            assert np.array_equal(out, result)
+            same = x.copy()
+            run(isa, threads, "rotary", abi.RotaryArgs(view(same), view(same), *args), step)
+            assert np.array_equal(same[:, : heads * head_dim], result)
+            assert np.array_equal(same[:, heads * head_dim :], x[:, heads * head_dim :])
 
 
 # The cache's layout

@@ -14,32 +14,20 @@ from __future__ import annotations
 from math import gcd
 
 from kvern.cache.groups.base import IntOrArray
+from kvern.cache.groups.forgetting import Forgetting
 
 
-class ChunkedLocal:
-    drops = True
-    recurrent = False
-
+class ChunkedLocal(Forgetting):
     def __init__(self, block_size: int, size: int) -> None:
         """size: tokens of a chunk."""
-        self.block_size = block_size
+        super().__init__(block_size)
         self.size = size
 
     def first_needed(self, num_computed: IntOrArray) -> IntOrArray:
         first: IntOrArray = num_computed // self.size * self.size // self.block_size
         return first
 
-    def most_held(self, num_tokens: IntOrArray, chunk: int) -> IntOrArray:
-        whole = -(-num_tokens // self.block_size)
+    def most_at_once(self, chunk: int) -> int:
         # From the beginning of a chunk, as late in a block as it can be, to a step that begins with its last token.
         offset = self.block_size - gcd(self.block_size, self.size)
-        most = -(-(offset + self.size - 1 + chunk) // self.block_size)
-        held: IntOrArray = whole - (whole - most) * (whole > most)
-        return held
-
-    def longest_hit(self, cached: list[bool], most: int) -> int:
-        """A prefix of L blocks can be used if the blocks that the token after it reads are all cached."""
-        for length in range(most, 0, -1):
-            if all(cached[self.first_needed(length * self.block_size) : length]):
-                return length
-        return 0
+        return -(-(offset + self.size - 1 + chunk) // self.block_size)

@@ -16,29 +16,16 @@ before it leaves in this step.
 from __future__ import annotations
 
 from kvern.cache.groups.base import IntOrArray
+from kvern.cache.groups.forgetting import Forgetting
 
 
-class Mamba:
-    drops = True
+class Mamba(Forgetting):
     recurrent = True
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
 
     def first_needed(self, num_computed: IntOrArray) -> IntOrArray:
         before = num_computed - 1
         kept: IntOrArray = before * (before > 0) // self.block_size
         return kept
 
-    def most_held(self, num_tokens: IntOrArray, chunk: int) -> IntOrArray:
-        whole = -(-num_tokens // self.block_size)
-        most = -(-chunk // self.block_size) + 1  # the state before the step, at a border, and what the step fills
-        held: IntOrArray = whole - (whole - most) * (whole > most)
-        return held
-
-    def longest_hit(self, cached: list[bool], most: int) -> int:
-        """The last checkpoint."""
-        for length in range(most, 0, -1):
-            if cached[length - 1]:
-                return length
-        return 0
+    def most_at_once(self, chunk: int) -> int:
+        return -(-chunk // self.block_size) + 1  # the state before the step, at a border, and what the step fills

@@ -8,14 +8,12 @@ table:   0    0    b2   b3   b4
 from __future__ import annotations
 
 from kvern.cache.groups.base import IntOrArray
+from kvern.cache.groups.forgetting import Forgetting
 
 
-class SlidingWindow:
-    drops = True
-    recurrent = False
-
+class SlidingWindow(Forgetting):
     def __init__(self, block_size: int, window: int) -> None:
-        self.block_size = block_size
+        super().__init__(block_size)
         self.window = window
 
     def first_needed(self, num_computed: IntOrArray) -> IntOrArray:
@@ -23,16 +21,6 @@ class SlidingWindow:
         kept: IntOrArray = left * (left > 0) // self.block_size
         return kept
 
-    def most_held(self, num_tokens: IntOrArray, chunk: int) -> IntOrArray:
-        whole = -(-num_tokens // self.block_size)
+    def most_at_once(self, chunk: int) -> int:
         # The window and the chunk side by side, wherever they lie over the block borders.
-        most = -(-(self.window - 1 + chunk) // self.block_size) + 1
-        held: IntOrArray = whole - (whole - most) * (whole > most)
-        return held
-
-    def longest_hit(self, cached: list[bool], most: int) -> int:
-        """A prefix of L blocks can be used if the blocks that the token after it reads are all cached."""
-        for length in range(most, 0, -1):
-            if all(cached[self.first_needed(length * self.block_size) : length]):
-                return length
-        return 0
+        return -(-(self.window - 1 + chunk) // self.block_size) + 1

@@ -146,7 +146,14 @@ class GateArgs(Structure):
 
 
 class RotaryArgs(Structure):
-    _fields_ = (("x", View), ("out", View), ("table", c_void_p), ("heads", c_int32), ("head_dim", c_int32))
+    _fields_ = (
+        ("x", View),
+        ("out", View),
+        ("table", c_void_p),
+        ("scale", c_void_p),
+        ("heads", c_int32),
+        ("head_dim", c_int32),
+    )
 
 
 class WriteKVArgs(Structure):

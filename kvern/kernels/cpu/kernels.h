@@ -191,6 +191,7 @@ struct RotaryArgs {  // heads of x [rows, heads * head_dim], dimension i with i 
   View x;
   View out;
   const float* table;  // [positions][2][head_dim / 2]: cosines, then sines
+  const float* scale;  // [heads][head_dim / 2], what the rotated pairs are multiplied by; or null
   int32_t heads;
   int32_t head_dim;
 };

@@ -369,10 +369,11 @@ class NativeOps:
     def rotary_factors(self, table: Float32, plan: NativePlan) -> Float32:
         return table
 
-    def rotary(self, x: NativeTensor, factors: Float32) -> NativeTensor:
+    def rotary(self, x: NativeTensor, factors: Float32, scale: Float32 | None = None) -> NativeTensor:
         head_dim = 2 * factors.shape[2]
         out = x.overwritten()
-        args = abi.RotaryArgs(x.view, out.view, factors.ctypes.data, x.columns // head_dim, head_dim)
+        by = None if scale is None else scale.ctypes.data
+        args = abi.RotaryArgs(x.view, out.view, factors.ctypes.data, by, x.columns // head_dim, head_dim)
         self._emit("rotary", args, x.rows, (x.buffer,), out.buffer)
         return out
 

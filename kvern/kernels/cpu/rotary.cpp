@@ -40,17 +40,18 @@ Share share(int64_t total, int thread, int threads) {
 }
 
 // The products are rounded before they are added, as the reference does it.
-void rotate(const float* x, float* out, const float* cosines, const float* sines, int half) {
+void rotate(const float* x, float* out, const float* cosines, const float* sines, const float* scale, int half) {
   int i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     F32 a = load<F32>(x + i), b = load<F32>(x + half + i), c = load<F32>(cosines + i), s = load<F32>(sines + i);
-    store(out + i, a * c - b * s);
-    store(out + half + i, b * c + a * s);
+    const F32 f = scale ? load<F32>(scale + i) : set1(1.0f);
+    store(out + i, (a * c - b * s) * f);
+    store(out + half + i, (b * c + a * s) * f);
   }
   for (; i < half; i++) {
-    float a = x[i], b = x[half + i];
-    out[i] = a * cosines[i] - b * sines[i];
-    out[half + i] = b * cosines[i] + a * sines[i];
+    const float a = x[i], b = x[half + i], f = scale ? scale[i] : 1.0f;
+    out[i] = (a * cosines[i] - b * sines[i]) * f;
+    out[half + i] = (b * cosines[i] + a * sines[i]) * f;
   }
 }
 
@@ -256,7 +257,7 @@ void rotary(const Op& op, const Step& step, int thread, int threads) {
     const int64_t position = step.positions[op.rows == kTokens ? row : step.rows[row]];
     const float* cosines = args.table + position * args.head_dim;
     rotate(args.x.data + row * args.x.stride + column, args.out.data + row * args.out.stride + column, cosines,
-           cosines + half, half);
+           cosines + half, args.scale ? args.scale + i % args.heads * half : nullptr, half);
   }
 }
 
