@@ -22,13 +22,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from kvern.config import EngineConfig, InvalidConfig, ModelConfig, SchedulerConfig
 from kvern.engine.messages import (
@@ -75,22 +75,32 @@ class Health(NamedTuple):
 
 
 class EngineTransport:
-    """An engine process and the socket to it. Knows bytes and life, nothing of requests."""
+    """An engine process and the socket to it. Knows bytes and life, nothing of requests.
 
-    def __init__(self, socket: zmq.asyncio.Socket, folder: str, process: asyncio.subprocess.Process) -> None:
+    The socket is read by the event loop itself, without futures in between: a message comes with every step, and what
+    is spent on it here a step's threads lack. Its descriptor becomes readable when the socket's state *changes*: so
+    whoever has used the socket looks once more whether there is something to read or to send.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], folder: str, process: asyncio.subprocess.Process) -> None:
         self._socket = socket
         self._folder: str | None = folder  # of the socket's name
         self.process = process
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._unsent: deque[tuple[bytes, int]] = deque()  # until the engine is connected
+        self._on_message: Callable[[FromEngine], None] | None = None
+        self._on_error: Callable[[Exception], None] | None = None
 
     @classmethod
     async def launch(cls, *flags: str) -> EngineTransport:
         """Start the process; it waits for StartEngine. The socket lies in a folder only this user can enter."""
         folder = tempfile.mkdtemp(prefix="kvern-")
         address = f"ipc://{folder}/engine"
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.set_hwm(0)  # sending never waits, so that it can stand where no await may
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        socket.set_hwm(0)  # nothing that is sent to a living engine waits
         socket.linger = 0
         try:
             socket.bind(address)
@@ -105,20 +115,54 @@ class EngineTransport:
             raise
         return cls(socket, folder, process)
 
+    def start_reading(self, on_message: Callable[[FromEngine], None], on_error: Callable[[Exception], None]) -> None:
+        """Call on_message with each message, in order; on_error with what it raises, or what is wrong with a message:
+        then no more are read."""
+        self._on_message, self._on_error = on_message, on_error
+        self._loop.add_reader(self._descriptor, self._look)
+        self._loop.call_soon(self._look)
+
     def send(self, *messages: ToEngine) -> None:
         """Queue messages, in order, without waiting; the engine sees all of one call before its next step. Nothing
-        happens if the engine is gone: `receive` tells."""
-        if not self._socket.closed:
-            for message in messages[:-1]:
-                self._socket.send(self._encoder.encode(message), zmq.SNDMORE)
-            self._socket.send(self._encoder.encode(messages[-1]))
+        happens if the engine is gone."""
+        for message in messages[:-1]:
+            self._unsent.append((self._encoder.encode(message), zmq.SNDMORE))
+        self._unsent.append((self._encoder.encode(messages[-1]), 0))
+        self._send_unsent()
+        self._loop.call_soon(self._look)
 
-    async def receive(self) -> FromEngine:
-        data = await self._socket.recv()
+    def _send_unsent(self) -> None:
+        while self._unsent and not self._socket.closed:
+            data, flags = self._unsent[0]
+            try:
+                self._socket.send(data, zmq.NOBLOCK | flags)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
+
+    def _look(self) -> None:
+        """One message, then whoever else has something to do: streams are to be written in between."""
+        if self._socket.closed or self._on_message is None:
+            return
+        self._send_unsent()
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
         # The engine is connected, so the name has served. Gone now, it is not left behind however we end.
         self._remove_folder()
-        message: FromEngine = self._decoder.decode(data)
-        return message
+        try:
+            self._on_message(self._decoder.decode(data))
+        except Exception as exc:
+            self._stop_reading()
+            assert self._on_error is not None
+            self._on_error(exc)
+        else:
+            self._loop.call_soon(self._look)
+
+    def _stop_reading(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._on_message = None
 
     async def wait_exit(self) -> int:
         return await self.process.wait()
@@ -129,7 +173,9 @@ class EngineTransport:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
-        self._socket.close()
+        if not self._socket.closed:  # afterwards the descriptor may be somebody else's
+            self._stop_reading()
+            self._socket.close()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -272,7 +318,8 @@ class AsyncClient:
         flags = ("--import-torch",) if uses_torch and not engine_config.model.startswith("toy:") else ()
         client = cls(engine_config, await EngineTransport.launch(*flags), stall_timeout)
         client._on_progress = on_progress
-        client._tasks = [asyncio.create_task(client._receive()), asyncio.create_task(client._watch_exit())]
+        client._transport.start_reading(client._on_message, client._on_unreadable)
+        client._tasks = [asyncio.create_task(client._watch_exit())]
         try:
             with client._phase("find model"):
                 files = await asyncio.to_thread(resolve_model, engine_config.model)
@@ -423,22 +470,16 @@ class AsyncClient:
         if self._asked is None:
             self._asked = time.monotonic()
 
-    async def _receive(self) -> None:
-        """Read the engine until it is gone. An error here would leave every stream waiting: it ends the client."""
-        try:
-            while True:
-                message = await self._transport.receive()
-                self._heard = time.monotonic()
-                self._handle(message)
-                self._asked = self._heard if self._streams or self._calls else None
-                # A socket that is always readable never yields by itself, and there are streams to be written.
-                await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            raise
-        except Exception as exc:
-            logger.exception("cannot read the engine")
-            self._die(f"the engine cannot be read: {exc}")
-            await self._transport.close()
+    def _on_message(self, message: FromEngine) -> None:
+        self._heard = time.monotonic()
+        self._handle(message)
+        self._asked = self._heard if self._streams or self._calls else None
+
+    def _on_unreadable(self, error: Exception) -> None:
+        """Every stream would wait for ever: it ends the client."""
+        logger.error("cannot read the engine", exc_info=error)
+        self._die(f"the engine cannot be read: {error}")
+        self._tasks.append(asyncio.create_task(self._transport.close()))
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, StepReport):
