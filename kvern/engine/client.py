@@ -308,12 +308,6 @@ class AsyncClient:
         on_progress(phase, seconds it took) is called as loading goes on. Raises InvalidConfig, or EngineDeadError
         with the engine's own words when it cannot load. stall_timeout: see `health`.
         """
-        from kvern.engine.input_processor import InputProcessor
-        from kvern.engine.output_processor import OutputProcessor
-        from kvern.tokenizer import load_tokenizer
-        from kvern.weights.hub import resolve_model
-
-        # The process starts before the model is found: it has libraries to import, which takes as long.
         uses_torch = engine_config.kernels == "reference" or engine_config.dtype == "float32"
         flags = ("--import-torch",) if uses_torch and not engine_config.model.startswith("toy:") else ()
         client = cls(engine_config, await EngineTransport.launch(*flags), stall_timeout)
@@ -321,6 +315,12 @@ class AsyncClient:
         client._transport.start_reading(client._on_message, client._on_unreadable)
         client._tasks = [asyncio.create_task(client._watch_exit())]
         try:
+            # After the engine's process has started: it has as much to import, on another core.
+            from kvern.engine.input_processor import InputProcessor
+            from kvern.engine.output_processor import OutputProcessor
+            from kvern.tokenizer import load_tokenizer
+            from kvern.weights.hub import resolve_model
+
             with client._phase("find model"):
                 files = await asyncio.to_thread(resolve_model, engine_config.model)
             client.model_name = engine_config.served_model_name or files.name

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvern.engine.input_processor import check_name
 from kvern.sampling_params import InvalidRequest

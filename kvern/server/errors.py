@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvern.engine.messages import EngineDeadError
 from kvern.sampling_params import InvalidRequest
@@ -70,7 +71,7 @@ def as_api_error(exc: BaseException) -> ApiError:
     )
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Make every error of `app` answer in the one form, also those of the router and of bugs."""
 
     async def on_error(request: Request, exc: Exception) -> Response:

@@ -273,7 +273,7 @@ try:
     main({arguments!r})
 except SystemExit:
     pass
-heavy = {{"torch", "numpy", "transformers", "fastapi", "uvicorn", "rich", "zmq", "jinja2"}} & sys.modules.keys()
+heavy = {{"torch", "numpy", "transformers", "starlette", "uvicorn", "rich", "zmq", "jinja2"}} & sys.modules.keys()
 assert not heavy, heavy
 """
     subprocess.run(

@@ -118,7 +118,7 @@ def test_nothing_imports_transformers() -> None:
         "kvern.scheduler.scheduler",
         "kvern.testing",
         "kvern.engine.client",
-        "kvern.server.app",
+        "kvern.server.routes",
         "kvern.cli.main",
     ],
 )

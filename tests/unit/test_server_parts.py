@@ -21,7 +21,6 @@ from kvern.engine.output_processor import CompletionDelta
 from kvern.outputs import Logprob, RequestMetrics
 from kvern.sampling_params import InvalidRequest, SamplingParams
 from kvern.server import transport
-from kvern.server.app import build_app
 from kvern.server.errors import ApiError, as_api_error
 from kvern.server.metrics import Metrics
 from kvern.server.openai.logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs
@@ -31,6 +30,7 @@ from kvern.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from kvern.server.routes import build_app
 from kvern.server.transport import EventStream, until_disconnect
 from kvern.testing.toy import TOY_MODEL
 from kvern.tokenizer import ByteTokenizer

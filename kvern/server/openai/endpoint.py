@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Generic, TypeVar
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvern import __version__
 from kvern.engine.output_processor import CompletionDelta
