@@ -94,6 +94,9 @@ KVERN_INLINE int partial_floats(int head_dim) { return head_dim + 16; }
 KVERN_INLINE float& largest(float* partial, int head_dim) { return partial[head_dim]; }
 KVERN_INLINE float& total(float* partial, int head_dim) { return partial[head_dim + 1]; }
 
+// To the L2 cache.
+KVERN_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 KVERN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 KVERN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 

@@ -20,8 +20,6 @@ namespace kvern {
 namespace KVERN_ISA {
 namespace {
 
-KVERN_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
 // What does not depend on how the products are computed.
 struct Bf16Cache {
   static int64_t head_bytes(int head_dim) { return 64 * head_dim; }

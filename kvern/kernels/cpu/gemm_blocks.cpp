@@ -21,8 +21,8 @@ constexpr int tile_rows(int bytes) { return bytes == 1 ? 6 : 4; }
 constexpr int tile_rows(int bytes) { return bytes == 1 ? 2 : 1; }
 #endif
 
-// A panel brought to a form that needs no unpacking, for all tiles but the first and only one: of each group 8 lines of
-// values, the factors of each half, and the minimums, in float32.
+// A panel brought to a form that needs no unpacking, where several tiles of rows read it: of each group 8 lines of values,
+// the factors of each half, and the minimums, in float32.
 template <bool minimums, int halves, int bits>
 struct Unpacked {
   static constexpr int kGroups = 1, kHalves = halves, kBits = bits;

@@ -25,9 +25,6 @@ namespace KVERN_ISA {
 typedef float F32 __attribute__((vector_size(64)));      // 16 lanes
 typedef int32_t I32 __attribute__((vector_size(64)));    // 16 lanes
 typedef uint32_t U32 __attribute__((vector_size(64)));   // 16 lanes
-typedef uint16_t U16 __attribute__((vector_size(64)));   // 32 lanes: bf16 as bits
-typedef uint8_t U8 __attribute__((vector_size(64)));     // 64 lanes
-typedef int8_t I8 __attribute__((vector_size(64)));      // 64 lanes
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef int8_t I8x16 __attribute__((vector_size(16)));
 constexpr int kLanes = 16;
