@@ -125,6 +125,8 @@ class EngineTransport:
     def send(self, *messages: ToEngine) -> None:
         """Queue messages, in order, without waiting; the engine sees all of one call before its next step. Nothing
         happens if the engine is gone."""
+        if self._socket.closed:
+            return
         for message in messages[:-1]:
             self._unsent.append((self._encoder.encode(message), zmq.SNDMORE))
         self._unsent.append((self._encoder.encode(messages[-1]), 0))
@@ -132,7 +134,7 @@ class EngineTransport:
         self._loop.call_soon(self._look)
 
     def _send_unsent(self) -> None:
-        while self._unsent and not self._socket.closed:
+        while self._unsent:
             data, flags = self._unsent[0]
             try:
                 self._socket.send(data, zmq.NOBLOCK | flags)

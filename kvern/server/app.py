@@ -41,16 +41,17 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
     starting = asyncio.ensure_future(
         AsyncClient.start(engine_config, lambda phase, seconds: logger.info("%s: %.2f s", phase, seconds))
     )
-    routes = await asyncio.to_thread(importlib.import_module, "kvern.server.routes")
+    await asyncio.to_thread(importlib.import_module, "kvern.server.routes")
+    from kvern.server.routes import HttpServer, build_app
+
     client = await starting
     try:
-        app = routes.build_app(client, config)
-        server = routes.HttpServer(app, app.state.server, _BACKLOG)
+        app = build_app(client, config)
+        server = HttpServer(app, app.state.server, _BACKLOG)
         listener.listen(_BACKLOG)  # whoever reads the next line can connect
         _say_address(app.state.server, listener)
         await server.serve(sockets=[listener])
-        code: int = await server.ended()
-        return code
+        return await server.ended()
     finally:
         await client.shutdown()
 

@@ -115,7 +115,7 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit*
   b.rest = c.work.rest;
   point_at_values<F>(c, tile, piece, pages, &b);
   const int taken = take_pages(c, next, pages.count, cursor, b.ahead);
-  for (int i = taken; i < pages.count; i++) b.ahead[i] = pages.keys[i];
+  for (int i = taken; i < pages.count + 3; i++) b.ahead[i] = pages.keys[i];
   Ahead ahead = {b.ahead, taken, c.head_bytes, 0};
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;

@@ -72,7 +72,7 @@ struct Block {
   int pages;
   const uint8_t* const* keys;           // pages, and 3 more to fill up a group of 4
   const uint8_t* values[kChunkPages];   // the value part of the pages, or a copy of it
-  const uint8_t* ahead[kChunkPages];    // for each page, another one to be fetched meanwhile; maybe itself
+  const uint8_t* ahead[kChunkPages + 3];  // for each of `keys`, another page to be fetched meanwhile; maybe itself
   const uint8_t* queries;               // kQueryStride apart
   const QueryScale* query_scales;
   float* scores;                        // kScoreStride apart

@@ -143,7 +143,7 @@ struct Bf16 : Bf16Cache {
       const uint8_t *k[P], *ahead[P];
       for (int p = 0; p < P; p++) {
         k[p] = b.keys[page + p];
-        ahead[p] = b.ahead[smaller(page + p, b.pages - 1)];
+        ahead[p] = b.ahead[page + p];
       }
       Floats acc[R][V];
 #pragma GCC unroll 12

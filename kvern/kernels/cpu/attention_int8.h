@@ -47,19 +47,17 @@ struct Int8 {
       F32 v = load<F32>(q + i);
       top = max(top, max(v, -v));
     }
-    // 127 * 256, so that the high byte stays below 128.
     const float amax = max(top);
-    const F32 inverse = set1(amax > 0 ? 32512.0f / amax : 0.0f);
+    const F32 inverse = set1(amax > 0 ? kMostTwoBytes / amax : 0.0f);
     I32 high_sums = {}, low_sums = {};
     for (int i = 0; i < head_dim; i += kLanes) {
-      I32 v = round_to_int(load<F32>(q + i) * inverse);
-      I32 high = (v + 128) >> 8, low = v - (high << 8);
-      store(query + i, __builtin_convertvector(high, I8x16));
-      store(query + kLow + i, __builtin_convertvector(low, I8x16));
-      high_sums += high;
-      low_sums += low;
+      const TwoBytes v = two_bytes(round_to_int(load<F32>(q + i) * inverse));
+      store(query + i, __builtin_convertvector(v.high, I8x16));
+      store(query + kLow + i, __builtin_convertvector(v.low, I8x16));
+      high_sums += v.high;
+      low_sums += v.low;
     }
-    *scale = {amax / 32512.0f * factor, -128 * sum(high_sums), -128 * sum(low_sums)};
+    *scale = {amax / kMostTwoBytes * factor, -128 * sum(high_sums), -128 * sum(low_sums)};
   }
 
   // Bytes are finite whatever they are; the weights see to the scales.
@@ -74,7 +72,7 @@ struct Int8 {
       const uint8_t *k[P], *ahead[P];
       for (int p = 0; p < P; p++) {
         k[p] = b.keys[page + p];
-        ahead[p] = b.ahead[smaller(page + p, b.pages - 1)];
+        ahead[p] = b.ahead[page + p];
       }
       Ints high[R][V], low[R][V];
 #pragma GCC unroll 12

@@ -21,7 +21,7 @@ KVERN_INLINE void quantize_columns(const float* x, int64_t columns, int64_t firs
     return;
   }
   const bool wide = out.form == kInt16;
-  const float most = wide ? 32512.0f : 127.0f;  // 127 * 256, so that the high byte stays below 128
+  const float most = wide ? kMostTwoBytes : 127.0f;
   int8_t* values = (int8_t*)out.values + row * out.columns * (wide ? 2 : 1);
   float* scales = out.scale + row * (out.columns / 32);
   int32_t* sums = out.sums + row * (out.columns / 16);
@@ -34,12 +34,12 @@ KVERN_INLINE void quantize_columns(const float* x, int64_t columns, int64_t firs
     F32 inverse = set1(peak > 0 ? most / peak : 0.0f);
     I32 qa = round_to_int(a * inverse), qb = round_to_int(b * inverse);
     if (wide) {
-      const I32 high_a = (qa + 128) >> 8, high_b = (qb + 128) >> 8;
+      const TwoBytes first = two_bytes(qa), second = two_bytes(qb);
       int8_t* block = values + 2 * k;
-      store(block, __builtin_convertvector(high_a, I8x16));
-      store(block + 16, __builtin_convertvector(high_b, I8x16));
-      store(block + 32, __builtin_convertvector(qa - (high_a << 8), I8x16));
-      store(block + 48, __builtin_convertvector(qb - (high_b << 8), I8x16));
+      store(block, __builtin_convertvector(first.high, I8x16));
+      store(block + 16, __builtin_convertvector(second.high, I8x16));
+      store(block + 32, __builtin_convertvector(first.low, I8x16));
+      store(block + 48, __builtin_convertvector(second.low, I8x16));
     } else {
       store(values + k, __builtin_convertvector(qa, I8x16));
       store(values + k + 16, __builtin_convertvector(qb, I8x16));

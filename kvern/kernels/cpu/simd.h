@@ -146,6 +146,16 @@ KVERN_INLINE I32 round_to_int(F32 v) {
 #endif
 }
 
+// Numbers up to +-kMostTwoBytes as 256 * high + low, both signed bytes.
+constexpr float kMostTwoBytes = 32512.0f;  // 127 * 256, so that the high byte stays below 128
+struct TwoBytes {
+  I32 high, low;
+};
+KVERN_INLINE TwoBytes two_bytes(I32 v) {
+  const I32 high = (v + 128) >> 8;
+  return {high, v - (high << 8)};
+}
+
 // bf16 <-> float. To bf16: to nearest, halves to even; NaN stays NaN.
 KVERN_INLINE uint16_t to_bf16(float x) {
   uint32_t u;
