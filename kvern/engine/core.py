@@ -163,6 +163,10 @@ class EngineCore:
         under_way = bool(self._planned) or self.scheduler.has_work() or self.beams.has_work()
         return self.failure is None and under_way
 
+    def use_idle_time(self) -> bool:
+        """Called while there is no work: see Executor."""
+        return self.failure is None and self.executor.use_idle_time()
+
     def stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self.scheduler.stats
         reasons = {reason.value: n for reason, n in scheduler.waiting_by_reason().items()}

@@ -2,7 +2,8 @@
 
 Life: connect to ADDRESS (a ZMQ PAIR the front has bound), get StartEngine, tell EngineProgress while loading, then
 EngineReady, then one StepReport per step. With unfinished work the socket is emptied without waiting before each step;
-without any, the loop sleeps on the socket and uses no CPU.
+without any, the loop prepares what later steps need, as long as there is any of it, then sleeps on the socket and uses
+no CPU.
 
 Ends: on Control("shutdown"), exit code 0; when loading or a step fails, after EngineFailure, exit code 1; at once when
 the front is gone, which shows as the end of stdin, a pipe only the front holds open. Signals meant for the whole
@@ -91,7 +92,10 @@ class EngineProcess:
 
     def _receive(self, core: EngineCore) -> None:
         """Handle all that has arrived; if there is nothing to do, wait for the next message."""
-        flags = zmq.NOBLOCK if core.has_work() or self._drain_until is not None else 0
+        idle = not core.has_work() and self._drain_until is None
+        while idle and not self._socket.poll(0) and core.use_idle_time():
+            pass
+        flags = 0 if idle else zmq.NOBLOCK
         while True:
             try:
                 data = self._socket.recv(flags)

@@ -16,6 +16,11 @@ class Executor(Protocol):
         for every output with `has_work`."""
         ...
 
+    def use_idle_time(self) -> bool:
+        """Called again and again while there is nothing to compute: do a little, of at most a few milliseconds, of
+        what makes later steps faster. False if nothing is left to do."""
+        ...
+
     def costs(self) -> tuple[float, float] | None:
         """Measured seconds to copy a block between device and host, and to compute a prompt token; None if there is
         no host to copy to. Called before the first step, if at all."""

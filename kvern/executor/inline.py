@@ -46,6 +46,9 @@ class InlineExecutor:
             raise RuntimeError("the executor was shut down")
         return self._runner.execute(output)
 
+    def use_idle_time(self) -> bool:
+        return self._runner is not None and self._runner.use_idle_time()
+
     def costs(self) -> tuple[float, float] | None:
         return None if self._runner is None else measure_costs(self._runner)
 

@@ -14,7 +14,7 @@ everything the step knows of its rows; the ops of these layers share what it mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -100,6 +100,11 @@ class Ops(Protocol):
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> list[KVCache]:
         """A zeroed cache, one handle per layer. Block 0 is the null block: no op writes to it."""
+        ...
+
+    def populate(self, caches: Sequence[KVCache]) -> Iterator[None]:
+        """Have the system provide the memory of the first blocks, which comes slowly where it is first written, above
+        all in virtual machines. A little, of at most a few milliseconds, between yields; steps may run in between."""
         ...
 
     def copy_blocks(

@@ -168,6 +168,9 @@ class ReferenceOps:
         arena = torch.from_numpy(memory).view(self._dtype).view(shape)
         return [LayerCache(layer) for layer in arena]
 
+    def populate(self, caches: Sequence[LayerCache]) -> Iterator[None]:
+        return iter(())
+
     def copy_blocks(
         self, source: Sequence[LayerCache], destination: Sequence[LayerCache], from_blocks: Int64, to_blocks: Int64
     ) -> None:

@@ -68,6 +68,7 @@ class ModelRunner:
         slots = self._allocate(config.num_blocks)
         host_slots = self._allocate(config.host_blocks + 1) if config.host_blocks else []
         self.mover = BlockMover(self.ops, slots, host_slots, store)
+        self._populating = self.ops.populate(slots)
         self.caches = [slots[slot] for slot in self.layout.slot_of]  # of each layer
         self.batch = InputBatch(config)
         self.sampler = make_sampler(self.ops, shape.vocab_size, config.eos_token_ids)
@@ -92,6 +93,10 @@ class ModelRunner:
         self._sample(output, inputs, hidden, result)
         self._report_transfers(result)
         return result
+
+    def use_idle_time(self) -> bool:
+        """Do a little of what makes later steps faster; False if nothing is left."""
+        return next(self._populating, self) is not self
 
     @property
     def recorded(self) -> bool:

@@ -97,6 +97,9 @@ class FaultyExecutor:
                     result.count[i] = 0
         return result
 
+    def use_idle_time(self) -> bool:
+        return self.inner.use_idle_time()
+
     def costs(self) -> tuple[float, float] | None:
         return self.inner.costs()
 

@@ -134,6 +134,9 @@ class HistoryHashExecutor:
         result.token_ids, result.count = filled.token_ids, filled.count
         return result
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def costs(self) -> None:
         """Nothing here takes time worth measuring."""
 

@@ -12,13 +12,17 @@ import textwrap
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from kvern.config import EngineConfig, InvalidConfig
 from kvern.engine.client import AsyncClient, RequestStream
-from kvern.engine.messages import EngineDeadError
+from kvern.engine.messages import Control, ControlReply, EngineDeadError, FromEngine
+from kvern.engine.process import EngineProcess
 from kvern.sampling_params import InvalidRequest, SamplingParams
 from kvern.testing.toy import reference_tokens
 
@@ -575,3 +579,23 @@ def test_the_front_never_imports_torch() -> None:
         assert "torch" not in sys.modules and "transformers" not in sys.modules
     """)
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+
+
+@pytest.mark.parametrize("left", [3, 1_000_000])
+def test_an_idle_engine_prepares_until_nothing_is_left_or_a_message_comes(left: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as back:
+        front.bind("inproc://idle")
+        back.connect("inproc://idle")
+        calls = 0
+
+        def use_idle_time() -> bool:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                front.send(msgspec.msgpack.encode(Control(name="ping", call_id=1)))
+            return calls < left
+
+        core = SimpleNamespace(has_work=lambda: False, use_idle_time=use_idle_time)
+        EngineProcess(back)._receive(core)  # type: ignore[arg-type]
+        assert calls == 3
+        assert msgspec.msgpack.decode(front.recv(zmq.NOBLOCK), type=FromEngine) == ControlReply(call_id=1)

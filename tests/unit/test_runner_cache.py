@@ -1,12 +1,18 @@
 """Where layers keep their keys and values: which share a block table, which memory, and how blocks move."""
 
+import ctypes
+import platform
+import sys
+
 import numpy as np
 import pytest
 
 from kvern.cache.groups import make_group
+from kvern.kernels.ops import load_ops
 from kvern.runner.cache_layout import cache_layout
 from kvern.runner.costs import measure_costs
 from kvern.runner.model_runner import ModelRunner
+from tests.native import engine
 from tests.tiny_model import Driver, tiny_config, tiny_model
 
 
@@ -136,3 +142,30 @@ def test_costs_are_measured_only_with_a_host_tier():
     copy_block, compute_token = measure_costs(Driver(model, host_blocks=5).runner)
     assert 0 < copy_block < 0.1
     assert 0 < compute_token < 0.1
+
+
+def resident(cache):
+    """Bytes of a cache's memory that the system has provided."""
+    memory = cache.memory
+    pages = np.zeros(-(-memory.num_bytes // 4096), dtype=np.uint8)
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    assert mincore(memory.address, memory.num_bytes, pages.ctypes.data) == 0
+    return int((pages & 1).sum()) * 4096
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="Linux provides pages on request from 5.14 on",
+)
+def test_idle_time_provides_a_caches_memory_and_leaves_what_is_in_it():
+    engine("", 1)  # skips where there are no native kernels
+    ops = load_ops("native", dtype="bfloat16")
+    caches = ops.allocate_kv_cache(num_layers=3, num_blocks=400, block_size=16, num_kv_heads=4, head_dim=64)
+    assert resident(caches[0]) == 0
+    caches[1].bytes[7] = 5
+    pieces = sum(1 for _ in ops.populate(caches))
+    assert pieces == 3 * 4  # of 2 MiB: a layer has 6.25
+    assert resident(caches[0]) == caches[0].memory.num_bytes // 4096 * 4096
+    assert (caches[1].bytes[7] == 5).all()
+    assert not caches[0].bytes.any() and not caches[1].bytes[8:].any() and not caches[2].bytes.any()

@@ -53,6 +53,18 @@ void release(void* p, size_t bytes) {
 #endif
 }
 
+// Have whole pages within [p, p + bytes) backed by memory, their content as it is.
+void populate(void* p, size_t bytes) {
+#if defined(__linux__)
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE; older systems refuse it, and pages come with the first write
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t start = ((uintptr_t)p + kPage - 1) / kPage * kPage, end = ((uintptr_t)p + bytes) / kPage * kPage;
+  if (start < end) madvise((void*)start, end - start, kPopulateWrite);
+#else
+  (void)p, (void)bytes;
+#endif
+}
+
 // Linux gives a process the tile registers only if it asks.
 bool request_tiles() {
 #if defined(__linux__) && defined(__x86_64__)
@@ -167,6 +179,7 @@ int64_t kvern_num_op_kinds() { return kNumOpKinds; }
 
 void* kvern_allocate(int64_t bytes) { return allocate((size_t)bytes); }
 void kvern_release(void* p, int64_t bytes) { release(p, (size_t)bytes); }
+void kvern_populate(void* p, int64_t bytes) { populate(p, (size_t)bytes); }
 
 // isa: a name, or "" for the best this machine has. cpus: [threads], or null. Null if the machine lacks `isa`, or memory.
 void* kvern_open(const char* isa, int threads, const int* cpus, int64_t most_ops) {

@@ -57,6 +57,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("kvern_num_op_kinds", c_int64, ()),
         ("kvern_allocate", c_void_p, (c_int64,)),
         ("kvern_release", None, (c_void_p, c_int64)),
+        ("kvern_populate", None, (c_void_p, c_int64)),
         ("kvern_open", c_void_p, (c_char_p, c_int, POINTER(c_int), c_int64)),
         ("kvern_close", None, (c_void_p,)),
         ("kvern_isa", c_char_p, (c_void_p,)),
@@ -88,6 +89,10 @@ class Memory:
     def __del__(self) -> None:
         if hasattr(self, "address"):
             self._release(self.address, self.num_bytes)
+
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Have the system provide these pages now, not when they are first written. Their content stays."""
+        load().kvern_populate(self.address + start, min(num_bytes, self.num_bytes - start))
 
     def array(self) -> NDArray[np.uint8]:
         """All of it, uint8; valid as long as this object is."""

@@ -15,7 +15,7 @@ a replay. Arrays that it points to are kept until the next step replaces them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,8 @@ from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, S
 
 _COLUMNS = 32  # a product's input is padded to a multiple
 _DEFAULT_ROWS = 4096
+_POPULATED_BYTES = 1 << 30  # of a cache, while the engine is idle: what a burst of requests writes first
+_POPULATED_AT_ONCE = 2 << 20  # a huge page: a virtual machine's host may take 5 ms to find it
 _NO_VIEW = abi.View(None, 0)
 
 
@@ -60,10 +62,12 @@ class NativeTensor:
 
 
 class NativeCache:
-    """Keys and values of one layer: see KVCache in kernels.h. bytes: uint8 [blocks, bytes of a block]."""
+    """Keys and values of one layer: see KVCache in kernels.h. start: its place in `memory`. bytes: uint8 [blocks, bytes
+    of a block]."""
 
     def __init__(self, memory: Memory, start: int, num_blocks: int, struct: abi.KVCache, block_bytes: int) -> None:
         self.memory = memory
+        self.start = start
         self.struct = struct
         self.bytes = memory.array()[start : start + num_blocks * block_bytes].reshape(num_blocks, block_bytes)
 
@@ -209,6 +213,13 @@ class NativeOps:
             return NativeCache(memory, start, num_blocks, struct, block_bytes)
 
         return [cache(layer * num_blocks * block_bytes) for layer in range(num_layers)]
+
+    def populate(self, caches: Sequence[NativeCache]) -> Iterator[None]:
+        most = _POPULATED_BYTES // len(caches)  # of each layer
+        for start in range(0, min(most, caches[0].bytes.size), _POPULATED_AT_ONCE):
+            for cache in caches:
+                cache.memory.populate(cache.start + start, _POPULATED_AT_ONCE)
+                yield
 
     def copy_blocks(
         self, source: Sequence[NativeCache], destination: Sequence[NativeCache], from_blocks: Int64, to_blocks: Int64
