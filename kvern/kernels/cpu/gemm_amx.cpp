@@ -2,15 +2,15 @@
 //
 // bf16: a line of the left operand is 32 k of one row of x, as it lies in memory; the right operand is 16 lines of a
 // panel, [16 pairs of k][16 columns][2], as they lie there. The order in which the instruction adds is its own, so every
-// number of rows goes through it: one row is a tile of one line. Shapes:
+// number of rows goes through it or does the same. Shapes:
 //
 //   square   up to 32 rows x 2 panels   4 tiles of sums, 2 of x, 2 of W: each loaded tile is used twice
 //   wide     up to 16 rows x 4 panels   4 tiles of sums, 1 of x: four streams of W, which a short step waits for
-//   row      1 row x 4 panels           of 4 bits: W to the left, x to the right, as W is unpacked fastest that way
+//   row      1 row x 4 panels           of packed weights, by vector instructions that give the same bits
 //
 // int8: the integer sums of a group of k, for 16 rows and one panel, are one instruction; what takes time is to bring
 // them from the tile to the vector registers, through memory, and to scale them. Integer sums are exact and what follows
-// is the sequence of gemm_int8.cpp, so the bits are the same. That file's kernels serve few rows, and types with two
+// is the sequence of gemm_blocks.cpp, so the bits are the same. That file's kernels serve few rows, and types with two
 // scales in a group, for which tiles would be half empty.
 //
 // Tile registers are configured once per product: the tallest tile of rows is halved, and the upper and the lower half
@@ -68,11 +68,6 @@ int begin_square(int tallest) {
 int begin_wide(int tallest) {
   configure({tallest, 64}, {tallest, 64}, 5, {16, 64});
   return tallest;
-}
-
-int begin_row(int) {
-  configure({16, 4}, {16, 4}, 5, {16, 64});
-  return 1;
 }
 
 int begin_int8(int tallest) {
@@ -169,72 +164,43 @@ void bf16_wide_packed(const Tile& t, float* y) {
   store_beside(y);
 }
 
-// A group of a panel of 4 bits as bf16 [16 columns][32 k], the left operand: what unpack_group computes, by look-up. A
-// column has 16 values only, which one multiplication gives; they are looked up by 32 nibbles at once.
+// One row of x with packed panels, without tiles: their instruction adds to y, with no denormal numbers, the sum of all
+// even k of the group and that of all odd ones, y + (even + odd), each in ascending order and starting from 0. So do these
+// multiply-adds, and unpacked weights need not go through memory. Intel's manual gives the order, the tests compare.
 template <int type>
-KVERN_INLINE void unpack_columns(const uint8_t* panel, int64_t index, uint8_t* out) {
-  using R = Record<type>;
-  const uint8_t* record = R::record(panel, index);
-  const int group = index % R::kGroups;
-  const Factors f = factors<type>(record, group, 0, 0);
-  alignas(64) float d[kPanel], m[kPanel];
-  store(d, f.d);
-  store(m, f.m);
-  // The 16 bytes of a column side by side, and of these byte i beside byte 8 + i: then word i has the nibbles of
-  // k = i, 16 + i, 8 + i and 24 + i.
-  __m512i lines[4];
-  for (int g = 0; g < 4; g++) lines[g] = _mm512_load_si512(record + (group * 4 + g) * 64);
-  const __m512i a = _mm512_unpacklo_epi32(lines[0], lines[1]), b = _mm512_unpackhi_epi32(lines[0], lines[1]);
-  const __m512i c = _mm512_unpacklo_epi32(lines[2], lines[3]), e = _mm512_unpackhi_epi32(lines[2], lines[3]);
-  const __m512i beside = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
-  alignas(64) uint8_t nibbles[4][4][16];  // column 4 j + i at [i][j]
-  store(nibbles[0], _mm512_shuffle_epi8(_mm512_unpacklo_epi64(a, c), beside));
-  store(nibbles[1], _mm512_shuffle_epi8(_mm512_unpackhi_epi64(a, c), beside));
-  store(nibbles[2], _mm512_shuffle_epi8(_mm512_unpacklo_epi64(b, e), beside));
-  store(nibbles[3], _mm512_shuffle_epi8(_mm512_unpackhi_epi64(b, e), beside));
-  // From here on through memory: the compiler would move lanes about on the one port that has enough to do.
-  asm volatile("" : : "r"(d), "r"(m), "r"(nibbles) : "memory");
-  // The nibble of each lane of 8 words to bits 1 to 4 of the word, as the upper half of value u is word 2 u + 1.
-  const __m512i turn = _mm512_setr_epi64(-1, -1, 7, 7, 3, 3, 11, 11);
-  const F32 values = {16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-#pragma GCC unroll 16
-  for (int n = 0; n < kPanel; n++) {
-    const U32 table = (U32)fma(values, broadcast(d[n]), broadcast(m[n])) + 0x8000;
-    const __m512i four = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)nibbles[n % 4][n / 4]));
-    const __m512i where = _mm512_or_si512(_mm512_rorv_epi64(four, turn), _mm512_set1_epi16(1));
-    store(out + n * 64, _mm512_permutexvar_epi16(where, (__m512i)table));
+__attribute__((noinline)) void row_packed(const Tile& t, float* y) {
+  const uint16_t* x = (const uint16_t*)t.x->values + t.row * t.x->columns;
+  for (int p = 0; p < 4; p++) store(y + p * kPanel, F32{});
+  for (int64_t group = 0; group < t.groups; group++) {
+    Tile::prefetch_ahead<4>(t, group);
+    alignas(64) float k[kGroup];
+    store(k, from_bf16(load<U16x16>(x + group * kGroup)));
+    store(k + kLanes, from_bf16(load<U16x16>(x + group * kGroup + kLanes)));
+#pragma GCC unroll 1
+    for (int p = 0; p < 4; p++) {
+      // Each multiply-add reads its k from memory: there are not registers enough to keep them all.
+      asm volatile("" : : "r"(k) : "memory");
+      F32 even{}, odd{};
+      each_quad<type>(t.panels[p], group, 0, [&](int i, const Quad& q) __attribute__((always_inline)) {
+        F32 w[4];
+        for (int j = 0; j < 4; j++) w[j] = (F32)((U32)q.w[j] & 0xffff0000u);
+        even = fma(w[0], broadcast(k[4 * i]), even);
+        odd = fma(w[1], broadcast(k[4 * i + 1]), odd);
+        even = fma(w[2], broadcast(k[4 * i + 2]), even);
+        odd = fma(w[3], broadcast(k[4 * i + 3]), odd);
+      });
+      store(y + p * kPanel, load<F32>(y + p * kPanel) + (even + odd));
+    }
   }
 }
 
-// One row, with the operands changed places: the instruction adds in the same order.
 template <int type>
 void bf16_row_packed(const Tile& t, float* y) {
-  alignas(64) uint8_t columns[2][4][kGroupOfBf16];
-  const uint8_t* x = (const uint8_t*)t.x->values + t.row * t.x->columns * 2;
-  zero_sums();
-  for (int64_t group = 0; group <= t.groups; group++) {
-    if (group < t.groups) {
-      Tile::prefetch_ahead<4>(t, group);
-#pragma GCC unroll 1
-      for (int p = 0; p < 4; p++) unpack_columns<type>(t.panels[p], group, columns[group & 1][p]);
-    }
-    memory_is_read();
-    if (group == 0) continue;
-    auto& last = columns[(group - 1) & 1];
-    _tile_loadd(4, x + (group - 1) * 64, 4);
-    _tile_loadd(5, last[0], 64);
-    _tile_dpbf16ps(0, 5, 4);
-    _tile_loadd(6, last[1], 64);
-    _tile_dpbf16ps(1, 6, 4);
-    _tile_loadd(7, last[2], 64);
-    _tile_dpbf16ps(2, 7, 4);
-    _tile_loadd(5, last[3], 64);
-    _tile_dpbf16ps(3, 5, 4);
-  }
-  _tile_stored(0, y, 4);
-  _tile_stored(1, y + 16, 4);
-  _tile_stored(2, y + 32, 4);
-  _tile_stored(3, y + 48, 4);
+  constexpr unsigned kNoDenormals = 0x8040;  // neither as results nor as operands
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | kNoDenormals);
+  row_packed<type>(t, y);
+  _mm_setcsr(before);
 }
 
 struct UsePacked {
@@ -242,14 +208,11 @@ struct UsePacked {
   bool one;
   template <int type>
   void operator()() {
-    if constexpr (Record<type>::kBits == 4) {
-      if (one) {
-        m.kernels[0] = bf16_row_packed<type>;
-        m.begin = begin_row;
-        return;
-      }
-    }
     for (TileKernel& kernel : m.kernels) kernel = bf16_wide_packed<type>;
+    if (!one) return;
+    m.kernels[0] = bf16_row_packed<type>;
+    m.begin = nullptr;
+    m.end = nullptr;
   }
 };
 
