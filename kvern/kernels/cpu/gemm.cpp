@@ -124,6 +124,22 @@ void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last
   }
 }
 
+// The same by group: for each the scales of all rows, then what `make_sums` gives, for types with one scale in a group.
+void make_sums_by_group(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
+  const int64_t rows = last - first;
+  for (int64_t row = 0; row < rows; row++) {
+    const int32_t* sums = x.sums + (first + row) * x.columns / 16;
+    const float* scale = x.scale + (first + row) * x.columns / kGroup;
+    uint8_t* at = out + row * 4;
+    for (int64_t g = 0; g < groups; g++, sums += 2, at += 2 * rows * 4) {
+      const int32_t sum = sums[0] + sums[1], start = -m.offset * sum;
+      const float added = scale[g] * (float)sum;
+      memcpy(at, scale + g, 4);
+      m.minimum ? memcpy(at + rows * 4, &added, 4) : memcpy(at + rows * 4, &start, 4);
+    }
+  }
+}
+
 // Point `t` at the panels of a group, prepared if need be.
 void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scratch, Tile& t) {
   for (int i = 0; i < m.panels; i++) {
@@ -158,9 +174,9 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
   t.x = &p.args.x;
   t.groups = p.args.weight.in / kGroup;
   t.height = height;
-  t.sums_stride = t.groups * m.sums_per_group;
-  if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
   const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows);
+  t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
+  if (m.sums_per_group) (m.by_group ? make_sums_by_group : make_sums)(p.args.x, m, first, last, t.groups, sums);
   for (int64_t unit = p.first_unit; unit < p.last_unit; unit += m.panels / 2) {
     take_panels(p, m, unit, scratch, t);
     for (int64_t i = 0; i < tiles; i++) {
@@ -169,7 +185,7 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
       t.row = first + from;
       t.rows = (int)(stop - from);
-      t.sums = sums + from * t.sums_stride * 4;
+      t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
       look_ahead(p, m, unit, i, tiles, t);
       m.kernels[t.rows - 1](t, y);
       const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;

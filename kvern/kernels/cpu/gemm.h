@@ -40,6 +40,8 @@ struct Tile {
   int height;         // AMX: rows of a tile register
   // Blocks: what a kernel needs of the activations' sums, for each row of the tile `sums_stride` numbers:
   // without a minimum int32 -offset * sum, which the integer sum starts from; else float scale * sum.
+  // With Method::by_group they are turned about, and the activations' scales go with them: for each group `sums_stride`
+  // numbers, of which the first half are the scales of the rows from this tile's first one on.
   const uint8_t* sums;
   int64_t sums_stride;
   // What to prefetch while computing: so many lines of each with each group of k.
@@ -62,7 +64,8 @@ struct Method {
   int tile_rows = 1;         // at most
   int64_t chunk_rows = 0;    // at most, 0 for no limit
   bool full_tiles = false;   // all tiles have `tile_rows` rows, the last overlaps the one before
-  int sums_per_group = 0;    // blocks: 2 if a group has two scales
+  int sums_per_group = 0;    // blocks: numbers in the table of Tile::sums, 2 if a group has two scales
+  bool by_group = false;     // see there
   int offset = 0;
   bool minimum = false;
   TileKernel kernels[kMaxTileRows] = {};  // by the tile's rows - 1

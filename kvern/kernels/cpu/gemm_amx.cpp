@@ -19,6 +19,7 @@
 
 #include "gemm.h"
 #include "gemm_unpack.h"
+#include "unpacked.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -216,62 +217,42 @@ struct UsePacked {
   }
 };
 
-// What the int8 kernel reads of a panel: bytes [groups][8 lines], then factors float32 [groups][16] and, for types with
-// one, minimums [groups][16].
-template <int type>
-struct Expanded {
-  using R = Record<type>;
-  static constexpr int64_t kBytes = 512 + 64 + 64 * R::kMinimum;  // of a group
-
-  static void prepare(const uint8_t* panel, int64_t groups, uint8_t* out) {
-    uint8_t* factors = out + groups * 512;
-    uint8_t* minimums = factors + groups * 64;
-    for (int64_t i = 0; i < groups; i++) {
-      const uint8_t* record = R::record(panel, i);
-      const int group = i % R::kGroups;
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; g++) store(out + i * 512 + g * 64, R::quad(record, group, g, 0));
-      store(factors + i * 64, R::scale(record, group, 0, 0));
-      if constexpr (R::kMinimum) store(minimums + i * 64, R::minimum(record, group, 0));
-    }
-  }
-};
-
 constexpr int kInt8Rows = 16;
 
 // Sums of panel `i` for 16 rows, kept in as many registers.
 template <int type>
 KVERN_INLINE void int8_panel(const Tile& t, int i, float* y) {
-  using R = Record<type>;
+  using U = UnpackedOf<type>;
   const int64_t stride = t.x->columns;
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
-  const float* scales = t.x->scale + t.row * stride / kGroup;
-  const uint8_t* panel = t.panels[i];
-  const uint8_t* factors = panel + t.groups * 512;
-  const uint8_t* minimums = factors + t.groups * 64;
   alignas(64) int32_t ints[2][kInt8Rows][kPanel];  // two, so that a group need not wait for the one before to be read
   F32 sums[kInt8Rows];
+#pragma GCC unroll 16
   for (int r = 0; r < kInt8Rows; r++) sums[r] = F32{};
   memory_is_read();
   for (int64_t group = 0; group < t.groups; group++) {
     for (int64_t line = 0; line < t.ahead_lines; line++) prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
+    const uint8_t* w = U::record(t.panels[i], group);
     auto& dots = ints[group & 1];
     _tile_zero(0);
     _tile_loadd(4, x + group * kGroup, stride);
-    _tile_loadd(6, panel + group * 512, 64);
+    _tile_loadd(6, w, 64);
     _tile_dpbsud(0, 4, 6);
     _tile_stored(0, dots, 64);
-    const F32 factor = load<F32>(factors + group * 64);
-    const F32 minimum = R::kMinimum ? load<F32>(minimums + group * 64) : F32{};
+    memory_is_read();
+    const F32 factor = U::scale(w, 0, 0, 0);
+    F32 minimum{};
+    if constexpr (U::kMinimum) minimum = U::minimum(w, 0, 0);
+    const uint8_t *scales = t.sums + group * t.sums_stride * 4, *added = scales + t.sums_stride / 2 * 4;
 #pragma GCC unroll 16
     for (int r = 0; r < kInt8Rows; r++) {
-      const uint8_t* s = t.sums + (r * t.sums_stride + group) * 4;
       I32 dot = load<I32>(dots[r]);
-      if constexpr (!R::kMinimum) dot += broadcast_int(s);
-      sums[r] = fma(factor * broadcast(scales[r * (stride / kGroup) + group]), to_float(dot), sums[r]);
-      if constexpr (R::kMinimum) sums[r] = fma(minimum, broadcast_float(s), sums[r]);
+      if constexpr (!U::kMinimum) dot += broadcast_int(added + r * 4);
+      sums[r] = fma(factor * broadcast_float(scales + r * 4), to_float(dot), sums[r]);
+      if constexpr (U::kMinimum) sums[r] = fma(minimum, broadcast_float(added + r * 4), sums[r]);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < kInt8Rows; r++) store(y + r * 2 * kPanel, sums[r]);
 }
 
@@ -289,12 +270,13 @@ struct UseInt8 {
     if constexpr (R::kHalves == 1) {
       m.tile_rows = kInt8Rows;
       m.full_tiles = true;
-      m.sums_per_group = 1;
+      m.sums_per_group = 2;
+      m.by_group = true;
       m.offset = R::kOffset;
       m.minimum = R::kMinimum;
       m.kernels[kInt8Rows - 1] = int8_tile<type>;
-      m.prepare = Expanded<type>::prepare;
-      m.prepared_bytes = Expanded<type>::kBytes * in / kGroup;
+      m.prepare = unpack<type>;
+      m.prepared_bytes = UnpackedOf<type>::kBytes * in / kGroup;
       m.begin = begin_int8;
       m.end = end;
     }
