@@ -58,7 +58,7 @@ struct Ahead {
   __attribute__((always_inline)) void fetch_eight_lines() {
     if (left <= 0) return;
     const uint8_t* p = *pages + at;
-    for (int i = 0; i < 8; i++) __builtin_prefetch(p + i * 64, 0, 2);
+    for (int i = 0; i < 8; i++) fetch(p + i * 64);
     if ((at += 512) < page_bytes) return;
     at = 0;
     left--;
@@ -93,9 +93,6 @@ struct Block {
 KVERN_INLINE int partial_floats(int head_dim) { return head_dim + 16; }
 KVERN_INLINE float& largest(float* partial, int head_dim) { return partial[head_dim]; }
 KVERN_INLINE float& total(float* partial, int head_dim) { return partial[head_dim + 1]; }
-
-// To the L2 cache.
-KVERN_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 KVERN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 KVERN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -51,7 +51,7 @@ struct Tile {
   template <int panels>
   KVERN_INLINE void prefetch_ahead(const Tile& t, int64_t group) {
     for (int64_t i = group * t.ahead_lines; i < (group + 1) * t.ahead_lines; i++)
-      for (int p = 0; p < panels; p++) prefetch(t.ahead[p] + i * 64);
+      for (int p = 0; p < panels; p++) fetch(t.ahead[p] + i * 64);
   }
 };
 

@@ -231,7 +231,7 @@ KVERN_INLINE void int8_panel(const Tile& t, int i, float* y) {
   for (int r = 0; r < kInt8Rows; r++) sums[r] = F32{};
   memory_is_read();
   for (int64_t group = 0; group < t.groups; group++) {
-    for (int64_t line = 0; line < t.ahead_lines; line++) prefetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
+    for (int64_t line = 0; line < t.ahead_lines; line++) fetch(t.ahead[i] + (group * t.ahead_lines + line) * 64);
     const uint8_t* w = U::record(t.panels[i], group);
     auto& dots = ints[group & 1];
     _tile_zero(0);
