@@ -70,7 +70,6 @@ void point_at_values(const Context& c, const Tile& tile, const Piece& piece, con
   for (int i = 0; i < pages.count; i++) b->values[i] = pages.keys[i] + offset;
   const int last = pages.count - 1, begin = (int)(seen_by(c, tile, piece).begin - pages.first_token);
   const int64_t end = smaller(c.plan.context_len[piece.segment] - pages.first_token, pages.count * kPage);
-  b->valid = {begin, (int)end};
   if (begin > 0) b->values[0] = F::clean_values(b->values[0], {begin, (int)end}, b->head_dim, c.work.copies);
   if (end < pages.count * kPage && (last > 0 || begin == 0)) {
     const Seen part = {(int)larger(0, begin - last * kPage), (int)end - last * kPage};

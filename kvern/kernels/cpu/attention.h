@@ -83,7 +83,6 @@ struct Block {
   Ahead* next;     // not null: those of `ahead` that are still to be fetched
   bool again;      // another block has just been computed against the same pages
   int* tile_rows;  // what the tile registers are configured for
-  Seen valid;      // tokens whose values are not garbage
   uint8_t* pairs;  // where values of two pages are put together
   uint8_t* rest;   // where keys of 16 dimensions are filled up to 32
 };

@@ -33,9 +33,6 @@ struct alignas(64) TileConfig {
 };
 
 struct Bf16Tiles : Bf16Cache {
-  // The copies that `values` makes leave garbage out.
-  static const uint8_t* clean_values(const uint8_t* values, Seen, int, uint8_t*) { return values; }
-
   static void finish(int* tile_rows) {
     if (*tile_rows) _tile_release();
     *tile_rows = 0;
@@ -105,17 +102,11 @@ struct Bf16Tiles : Bf16Cache {
     return to;
   }
 
-  // A page's values to `to`, with 0 for the tokens that no row sees: 0 * what happens to lie there may be NaN.
   static void copy_values(const Block& b, int page, uint8_t* to) {
     const uint8_t* from = b.values[page];
-    const int bytes = (int)value_offset(b.head_dim), begin = b.valid.begin - page * kPage;
-    if (begin > 0 || b.valid.end < (page + 1) * kPage) {
-      Bf16Cache::clean_values(from, {begin, b.valid.end - page * kPage}, b.head_dim, to);
-    } else {
-      for (int i = 0; i < bytes; i += 512) {
-        if (b.next) b.next->fetch_eight_lines();
-        for (int j = 0; j < 512; j += 64) store(to + i + j, load<U32>(from + i + j));
-      }
+    for (int i = 0; i < (int)value_offset(b.head_dim); i += 512) {
+      if (b.next) b.next->fetch_eight_lines();
+      for (int j = 0; j < 512; j += 64) store(to + i + j, load<U32>(from + i + j));
     }
   }
 
