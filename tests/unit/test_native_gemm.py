@@ -198,6 +198,18 @@ def check_rows_independent(isa, x, weight, whole):
             assert same_bits(got, whole[first : first + rows]), f"{rows} rows from {first}"
 
 
+@pytest.mark.parametrize("name", ["BF16", "Q4_0", "Q6_K"])
+def test_numbers_too_small_to_be_normal(isa, name):
+    """Some instructions take them for 0, others do not: one row must be treated like many."""
+    rng = np.random.default_rng(9)
+    weight = Weight(isa, name, make_weight(rng, name, 64, 512), 512, "floats")
+    x = Activations(isa, rng.standard_normal((40, 512), dtype=np.float32) * np.float32(2.0**-126), "floats")
+    whole = product(isa, x, weight, rows=40)
+    assert (np.abs(whole) < 2.0**-110).all()
+    for rows in (1, 2, 17):
+        assert same_bits(product(isa, x, weight, rows=rows, first=3), whole[3 : 3 + rows])
+
+
 @pytest.mark.parametrize("form", ["int8", "int16"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_integers_have_the_same_bits_with_all_dot_products(isa, name, form):

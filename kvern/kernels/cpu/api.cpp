@@ -133,7 +133,7 @@ int64_t now_ns() {
 }
 
 // Numbers too small for a normal exponent count as 0 while this lives: the processor is a hundred times slower with them,
-// and they make no difference here.
+// and products with tile registers take them for 0 in any case.
 class FlushToZero {
 #if defined(__x86_64__)
  public:

@@ -135,7 +135,7 @@ void make_sums_by_group(const Activation& x, const Method& m, int64_t first, int
       const int32_t sum = sums[0] + sums[1], start = -m.offset * sum;
       const float added = scale[g] * (float)sum;
       memcpy(at, scale + g, 4);
-      m.minimum ? memcpy(at + rows * 4, &added, 4) : memcpy(at + rows * 4, &start, 4);
+      memcpy(at + rows * 4, m.minimum ? (const void*)&added : &start, 4);
     }
   }
 }

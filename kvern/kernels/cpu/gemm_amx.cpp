@@ -18,8 +18,8 @@
 #if defined(__AMX_TILE__)
 
 #include "gemm.h"
-#include "gemm_unpack.h"
-#include "unpacked.h"
+#include "unpack_bf16.h"
+#include "unpack_bytes.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -165,11 +165,12 @@ void bf16_wide_packed(const Tile& t, float* y) {
   store_beside(y);
 }
 
-// One row of x with packed panels, without tiles: their instruction adds to y, with no denormal numbers, the sum of all
-// even k of the group and that of all odd ones, y + (even + odd), each in ascending order and starting from 0. So do these
-// multiply-adds, and unpacked weights need not go through memory. Intel's manual gives the order, the tests compare.
+// One row of x with packed panels, without tiles: their instruction adds to y the sum of all even k of the group and that
+// of all odd ones, y + (even + odd), each in ascending order and starting from 0. So do these multiply-adds, and unpacked
+// weights need not go through memory. Intel's manual gives the order, the tests compare. (The instruction takes numbers
+// too small to be normal for 0, as the engine has all others do.)
 template <int type>
-__attribute__((noinline)) void row_packed(const Tile& t, float* y) {
+void bf16_row_packed(const Tile& t, float* y) {
   const uint16_t* x = (const uint16_t*)t.x->values + t.row * t.x->columns;
   for (int p = 0; p < 4; p++) store(y + p * kPanel, F32{});
   for (int64_t group = 0; group < t.groups; group++) {
@@ -193,15 +194,6 @@ __attribute__((noinline)) void row_packed(const Tile& t, float* y) {
       store(y + p * kPanel, load<F32>(y + p * kPanel) + (even + odd));
     }
   }
-}
-
-template <int type>
-void bf16_row_packed(const Tile& t, float* y) {
-  constexpr unsigned kNoDenormals = 0x8040;  // neither as results nor as operands
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | kNoDenormals);
-  row_packed<type>(t, y);
-  _mm_setcsr(before);
 }
 
 struct UsePacked {

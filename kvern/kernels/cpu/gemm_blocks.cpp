@@ -9,7 +9,7 @@
 //
 // The same floating-point operations in every kernel, so any of them gives the same bits.
 #include "gemm.h"
-#include "unpacked.h"
+#include "unpack_bytes.h"
 
 namespace kvern {
 namespace KVERN_ISA {

@@ -7,7 +7,7 @@
 // Quantised weights are brought to bf16 panels first, a group of panels at a time in scratch memory, where all rows read
 // them.
 #include "gemm.h"
-#include "gemm_unpack.h"
+#include "unpack_bf16.h"
 
 namespace kvern {
 namespace KVERN_ISA {
