@@ -79,8 +79,9 @@ def _panel(left: int, x_title: str, y_title: str, line: list[tuple[float, float]
     parts = [f'<rect x="{left}" width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>']
     for (x, y), log_x, log_y in zip(line, xs, ys, strict=True):
         a, b = place(log_x, log_y)
+        label = f"{y:,.0f}" if y >= 100 else f"{y:.3g}"
         parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="#06c"/>')
-        parts.append(f'<text x="{a:.1f}" y="{b - 8:.1f}" text-anchor="middle">{y:.3g}</text>')
+        parts.append(f'<text x="{a:.1f}" y="{b - 8:.1f}" text-anchor="middle">{label}</text>')
         parts.append(f'<text x="{a:.1f}" y="{_HEIGHT - 28}" text-anchor="middle" fill="#666">{x:g}</text>')
     path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in zip(xs, ys, strict=True))
     parts.append(f'<polyline points="{path}" fill="none" stroke="#06c"/>')
