@@ -102,40 +102,30 @@ void convert(const Product& p, int64_t last_unit, int64_t units, int64_t first_r
     quantize_columns(a.out.data + row * a.out.stride, columns, first, last, a.quantized, row);
 }
 
-// The table of Tile::sums for rows [first, last) of x.
-void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
-  for (int64_t row = first; row < last; row++) {
-    const int32_t* sums = x.sums + row * x.columns / 16;
-    const float* scale = x.scale + row * x.columns / kGroup;
-    for (int64_t g = 0; g < groups; g++, sums += 2)
-      if (m.minimum) {
-        float s = scale[g] * (float)(sums[0] + sums[1]);
-        memcpy(out, &s, 4);
-        out += 4;
-      } else if (m.sums_per_group == 1) {
-        int32_t s = -m.offset * (sums[0] + sums[1]);
-        memcpy(out, &s, 4);
-        out += 4;
-      } else {
-        int32_t s[2] = {-m.offset * sums[0], -m.offset * sums[1]};
-        memcpy(out, s, 8);
-        out += 8;
-      }
-  }
+// A number of 4 bytes to place `index` of a table.
+template <class T>
+KVERN_INLINE void put(uint8_t* table, int64_t index, T x) {
+  static_assert(sizeof x == 4, "");
+  memcpy(table + index * 4, &x, 4);
 }
 
-// The same by group: for each the scales of all rows, then what `make_sums` gives, for types with one scale in a group.
-void make_sums_by_group(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
+// The table of Tile::sums for rows [first, last) of x.
+void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last, int64_t groups, uint8_t* out) {
   const int64_t rows = last - first;
   for (int64_t row = 0; row < rows; row++) {
     const int32_t* sums = x.sums + (first + row) * x.columns / 16;
     const float* scale = x.scale + (first + row) * x.columns / kGroup;
-    uint8_t* at = out + row * 4;
-    for (int64_t g = 0; g < groups; g++, sums += 2, at += 2 * rows * 4) {
-      const int32_t sum = sums[0] + sums[1], start = -m.offset * sum;
-      const float added = scale[g] * (float)sum;
-      memcpy(at, scale + g, 4);
-      memcpy(at + rows * 4, m.minimum ? (const void*)&added : &start, 4);
+    for (int64_t g = 0; g < groups; g++, sums += 2) {
+      const int64_t at = m.by_group ? (2 * g + 1) * rows + row : (row * groups + g) * m.sums_per_group;
+      if (m.by_group) put(out, at - rows, scale[g]);
+      if (m.minimum) {
+        put(out, at, scale[g] * (float)(sums[0] + sums[1]));
+      } else if (m.by_group || m.sums_per_group == 1) {
+        put(out, at, -m.offset * (sums[0] + sums[1]));
+      } else {
+        put(out, at, -m.offset * sums[0]);
+        put(out, at + 1, -m.offset * sums[1]);
+      }
     }
   }
 }
@@ -176,7 +166,7 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
   t.height = height;
   const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows);
   t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
-  if (m.sums_per_group) (m.by_group ? make_sums_by_group : make_sums)(p.args.x, m, first, last, t.groups, sums);
+  if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
   for (int64_t unit = p.first_unit; unit < p.last_unit; unit += m.panels / 2) {
     take_panels(p, m, unit, scratch, t);
     for (int64_t i = 0; i < tiles; i++) {

@@ -64,7 +64,7 @@ struct Method {
   int tile_rows = 1;         // at most
   int64_t chunk_rows = 0;    // at most, 0 for no limit
   bool full_tiles = false;   // all tiles have `tile_rows` rows, the last overlaps the one before
-  int sums_per_group = 0;    // blocks: numbers in the table of Tile::sums, 2 if a group has two scales
+  int sums_per_group = 0;    // blocks: a row's numbers in the table of Tile::sums; 2 if a group has two scales, or by_group
   bool by_group = false;     // see there
   int offset = 0;
   bool minimum = false;

@@ -184,12 +184,10 @@ void bf16_row_packed(const Tile& t, float* y) {
       asm volatile("" : : "r"(k) : "memory");
       F32 even{}, odd{};
       each_quad<type>(t.panels[p], group, 0, [&](int i, const Quad& q) __attribute__((always_inline)) {
-        F32 w[4];
-        for (int j = 0; j < 4; j++) w[j] = (F32)((U32)q.w[j] & 0xffff0000u);
-        even = fma(w[0], broadcast(k[4 * i]), even);
-        odd = fma(w[1], broadcast(k[4 * i + 1]), odd);
-        even = fma(w[2], broadcast(k[4 * i + 2]), even);
-        odd = fma(w[3], broadcast(k[4 * i + 3]), odd);
+        even = fma(cut_off(q.w[0]), broadcast(k[4 * i]), even);
+        odd = fma(cut_off(q.w[1]), broadcast(k[4 * i + 1]), odd);
+        even = fma(cut_off(q.w[2]), broadcast(k[4 * i + 2]), even);
+        odd = fma(cut_off(q.w[3]), broadcast(k[4 * i + 3]), odd);
       });
       store(y + p * kPanel, load<F32>(y + p * kPanel) + (even + odd));
     }
@@ -201,11 +199,13 @@ struct UsePacked {
   bool one;
   template <int type>
   void operator()() {
-    for (TileKernel& kernel : m.kernels) kernel = bf16_wide_packed<type>;
-    if (!one) return;
-    m.kernels[0] = bf16_row_packed<type>;
-    m.begin = nullptr;
-    m.end = nullptr;
+    if (one) {
+      m.kernels[0] = bf16_row_packed<type>;
+      m.begin = nullptr;
+      m.end = nullptr;
+    } else {
+      for (TileKernel& kernel : m.kernels) kernel = bf16_wide_packed<type>;
+    }
   }
 };
 

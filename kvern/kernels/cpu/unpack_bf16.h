@@ -51,6 +51,8 @@ struct Quad {
   Floats w[4];
 };
 
+KVERN_INLINE Floats cut_off(Floats v) { return (Floats)((Words)v & 0xffff0000u); }
+
 // Of each lane the bits [first + 8 i, first + 8 i + bits), i = 0..3.
 template <int bits>
 KVERN_INLINE Quad unpack_quad(Words v, int first, const Factors& f) {
@@ -81,11 +83,11 @@ KVERN_INLINE void each_quad(const uint8_t* panel, int64_t index, int part, F f) 
 
 // Two vectors, cut off, as pairs of bf16: lane i holds a[i] in its lower half, b[i] in the upper.
 KVERN_INLINE Words bf16_pairs(Floats a, Floats b) {
-  const Words x = (Words)a >> 16, y = (Words)b;
+  const Words lower = (Words)a >> 16;
 #if defined(__AVX512F__)
-  return (Words)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)x, (__m512i)y);
+  return (Words)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)lower, (__m512i)b);
 #else
-  return x | (y & 0xffff0000u);
+  return lower | (Words)cut_off(b);
 #endif
 }
 
