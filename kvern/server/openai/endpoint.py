@@ -6,6 +6,7 @@ there is something of the answer, so that what goes wrong early is a plain HTTP 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +32,7 @@ MAX_CHOICES = 4096
 _LONG = 8192
 
 
-class Shape(Generic[R]):
+class Shape(ABC, Generic[R]):
     """What distinguishes the endpoints: what the prompts are, and how a completion is written down.
 
     One object per call; it may remember what it has written of each choice.
@@ -50,21 +51,21 @@ class Shape(Generic[R]):
     def num_prompts(self) -> int:
         return 1
 
+    @abstractmethod
     def length(self) -> int:
         """Characters, and tokens given as ids, that `tokenize` must look at."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tokenize(self) -> list[list[int]]:
         """The prompts' token ids. May run in a thread. Raises InvalidRequest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, delta: CompletionDelta) -> dict[str, Any]:
         """A whole choice. Called once for each, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         """What is new of a choice, as the `choices` entries of no, one or several chunks."""
-        raise NotImplementedError
 
 
 async def generate(server: ServerState, http: Request, shape_type: type[Shape[Any]]) -> Response:
