@@ -78,8 +78,9 @@ class EngineTransport:
     """An engine process and the socket to it. Knows bytes and life, nothing of requests.
 
     The socket is read by the event loop itself, without futures in between: a message comes with every step, and what
-    is spent on it here a step's threads lack. Its descriptor becomes readable when the socket's state *changes*: so
-    whoever has used the socket looks once more whether there is something to read or to send.
+    is spent on it here a step's threads lack. Its descriptor becomes readable when the socket's state *changes*, and
+    any use of the socket takes that notice away: so whoever has used it looks once more whether there is something to
+    read or to send.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], folder: str, process: asyncio.subprocess.Process) -> None:
@@ -150,6 +151,9 @@ class EngineTransport:
         try:
             data = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
+            # This very call may be the one that noticed that the engine has connected.
+            if self._unsent and self._socket.getsockopt(zmq.EVENTS):
+                self._loop.call_soon(self._look)
             return
         # The engine is connected, so the name has served. Gone now, it is not left behind however we end.
         self._remove_folder()
