@@ -21,7 +21,7 @@
 //
 //   queries  [rows][head_dim]   scaled by scale * log2(e), so that the softmax is one of powers of 2
 //   scores   [rows][kChunk]     for one block of rows (at most kBlockRows) and one chunk: these stay in the L1 cache
-//   weights  [rows][kChunk]     as the product with the values reads them
+//   weights  [rows][kChunk]     as the product with the values reads them, where the scores were if they fit
 //
 // For each piece of a tile (a chunk, with the rows it is computed for), for each block of rows: all scores, the softmax
 // of each row, all weighted sums. Whoever has a row's last partial writes the result out, converted for the product
@@ -48,17 +48,15 @@ using Bf16Kernels = Bf16;
 template <class F>
 void compute_block(const Context& c, const Tile& tile, const Pages& pages, const Block& b, int row, int rows,
                    float* partials) {
+  Seen seen[kBlockRows];
+  list_seen(c, tile, pages, row, rows, seen);
   F::scores(b, rows);
   // In two loops, so that the processor need not wait for each row's maximum.
-  Seen seen[kBlockRows];
+  for (int r = 0; r < rows; r++)
+    largest(partials + r * c.row_floats(), b.head_dim) = seen[r].any() ? F::mask_scores(b, r, seen[r]) : kNothing;
   for (int r = 0; r < rows; r++) {
-    seen[r] = seen_by_row(c, tile, pages, row + r);
-    const bool any = seen[r].begin < seen[r].end;
-    largest(partials + r * c.row_floats(), b.head_dim) = any ? F::mask_scores(b, r, seen[r]) : kNothing;
-  }
-  for (int r = 0; r < rows; r++) {
-    const bool any = seen[r].begin < seen[r].end;
-    any ? F::weigh(b, r, seen[r], partials + r * c.row_floats()) : F::weigh_nothing(b, r);
+    F::stay_awake(r);
+    seen[r].any() ? F::weigh(b, r, seen[r], partials + r * c.row_floats()) : F::weigh_nothing(b, r);
   }
   F::values(b, rows, partials);
 }
@@ -107,10 +105,9 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit*
   b.keys = pages.keys;
   b.lead = (int)(pages.first_token / kPage % 2);
   b.scores = c.work.scores + b.lead * kPage;  // behind a page that is missing
-  b.weights = c.work.weights + b.lead * kPage * sizeof(Operand);
+  b.weights = c.work.weights;
   b.weight_scales = c.work.weight_scales;
   b.tile_rows = &c.work.tile_rows;
-  b.pairs = c.work.pairs;
   b.rest = c.work.rest;
   point_at_values<F>(c, tile, piece, pages, &b);
   const int taken = take_pages(c, next, pages.count, cursor, b.ahead);
@@ -119,7 +116,6 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit*
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
     float* partials = slot ? slot + r * floats : c.work.partial;
-    b.again = r > 0;
     b.next = r == 0 && tile.strand->tiles == 1 ? &ahead : nullptr;  // of more tiles, one has just used them
     b.queries = c.work.queries + (int64_t)row * kQueryStride;
     b.query_scales = c.work.query_scales + row;

@@ -14,8 +14,8 @@ constexpr int kChunkPages = 16;
 constexpr int kChunk = kPage * kChunkPages;
 constexpr int kMaxHeadDim = 1024;
 #if defined(__AMX_BF16__)
-constexpr int kBlockRows = 32;
-constexpr int kTileRows = 2 * kBlockRows;
+constexpr int kBlockRows = 16;
+constexpr int kTileRows = 4 * kBlockRows;
 #else
 constexpr int kBlockRows = 12;
 constexpr int kTileRows = kBlockRows;
@@ -25,7 +25,6 @@ constexpr int kTileRows = kBlockRows;
 // rows of a block do not compete for the same sets of the cache.
 constexpr int kQueryStride = sizeof(Operand) * kMaxHeadDim + 64;  // bytes
 constexpr int kScoreStride = kChunk + 48;           // floats; the last group of pages may be filled up by 3 more
-constexpr int kWeightStride = sizeof(Operand) * kChunk + 64;      // bytes
 
 // int8 only: what the integer products of a query row with the keys are multiplied by, and where they start.
 struct QueryScale {
@@ -41,10 +40,12 @@ struct Pages {
   const uint8_t* keys[kChunkPages + 3];  // filled up by the last
 };
 
-// The tokens that a row sees, counted from the first page of the chunk's; not empty.
+// The tokens that a row sees, counted from the first page of the chunk's.
 struct Seen {
   int begin;
   int end;
+
+  bool any() const { return begin < end; }
 };
 
 // Pages that are fetched to the L2 cache a little at a time: memory is to work throughout, and a core awaits no more than
@@ -55,11 +56,13 @@ struct Ahead {
   int64_t page_bytes;
   int64_t at;  // in the first of them
 
-  __attribute__((always_inline)) void fetch_eight_lines() {
+  // So many, of which a page is a multiple.
+  template <int Lines>
+  __attribute__((always_inline)) void fetch_lines() {
     if (left <= 0) return;
     const uint8_t* p = *pages + at;
-    for (int i = 0; i < 8; i++) fetch(p + i * 64);
-    if ((at += 512) < page_bytes) return;
+    for (int i = 0; i < Lines; i++) fetch(p + i * 64);
+    if ((at += Lines * 64) < page_bytes) return;
     at = 0;
     left--;
     pages++;
@@ -76,14 +79,12 @@ struct Block {
   const uint8_t* queries;               // kQueryStride apart
   const QueryScale* query_scales;
   float* scores;                        // kScoreStride apart
-  uint8_t* weights;                     // kWeightStride apart
-  float* weight_scales;                 // int8 only
+  uint8_t* weights;                     // int8 only, as the next
+  float* weight_scales;
   int lead;                             // 1 if the first page is the second one of a pair, else 0
   // AMX only:
   Ahead* next;     // not null: those of `ahead` that are still to be fetched
-  bool again;      // another block has just been computed against the same pages
   int* tile_rows;  // what the tile registers are configured for
-  uint8_t* pairs;  // where values of two pages are put together
   uint8_t* rest;   // where keys of 16 dimensions are filled up to 32
 };
 

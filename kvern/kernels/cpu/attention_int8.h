@@ -35,6 +35,7 @@ struct Int8 {
   static constexpr int pages_at_once(int) { return 1; }
   static constexpr int vectors_at_once(int) { return 1; }
 #endif
+  static constexpr int kWeightStride = 2 * kChunk + 64;  // bytes
   static constexpr int kLow = kMaxHeadDim;     // where the low bytes of a query row start
   static constexpr int kLowWeights = kChunk;   // and those of a row of weights
 
@@ -196,6 +197,7 @@ struct Int8 {
 
   static void scores(const Block& b, int rows) { all_scores<Int8>(b, rows); }
   static void values(const Block& b, int rows, float* partials) { all_values<Int8>(b, rows, partials); }
+  static void stay_awake(int) {}
   static void finish(int*) {}
 };
 

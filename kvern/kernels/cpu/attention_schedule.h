@@ -10,7 +10,7 @@
 // leaves zeros behind.
 #pragma once
 
-#include "attention.h"
+#include "attention_int8.h"
 
 namespace kvern {
 namespace KVERN_ISA {
@@ -70,8 +70,7 @@ struct Workspace {
   float* partial;
   float* state;
   uint8_t* copies;
-  uint8_t* pairs;  // AMX only, and so are the next
-  uint8_t* rest;
+  uint8_t* rest;  // AMX only
   int64_t bytes;
   int tile_rows;  // AMX only: what the tile registers are configured for
 };
@@ -114,12 +113,11 @@ Workspace lay_out(uint8_t* memory, int segments, int rows, int head_dim) {
   w.queries = take(at, (int64_t)rows * kQueryStride);
   w.query_scales = (QueryScale*)take(at, rows * (int64_t)sizeof(QueryScale));
   w.scores = (float*)take(at, (int64_t)kBlockRows * kScoreStride * 4);
-  w.weights = take(at, kBlockRows * kWeightStride);
+  w.weights = take(at, kBlockRows * Int8::kWeightStride);
   w.weight_scales = (float*)take(at, kBlockRows * 4);
   w.partial = (float*)take(at, kBlockRows * row_bytes);
   w.state = (float*)take(at, rows * row_bytes);
   w.copies = take(at, 2 * 32 * head_dim);
-  w.pairs = take(at, kChunkPages * 32 * head_dim);
   w.rest = take(at, 4 * 1024);
   w.bytes = at - memory;
   w.tile_rows = 0;
@@ -320,15 +318,18 @@ int take_pages(const Context& c, const Unit* next, int count, Cursor* at, const 
   }
 }
 
-// What a row of the tile sees of these pages; empty if nothing.
-Seen seen_by_row(const Context& c, const Tile& tile, const Pages& pages, int row) {
+// What `rows` rows of the tile, from `row` on, see of these pages; empty if nothing.
+void list_seen(const Context& c, const Tile& tile, const Pages& pages, int row, int rows, Seen* seen) {
   const bool several = tile.strand->count > 1;
-  const int query = row / c.group;
-  const int64_t position =
-      several ? c.position(tile.strand->segment + query, 0) : c.position(tile.strand->segment, tile.query + query);
   const int64_t tokens = pages.count * kPage;
-  const int64_t begin = larger(0, c.first_seen(position) - pages.first_token);
-  return {(int)smaller(begin, tokens), (int)larger(0, smaller(position + 1 - pages.first_token, tokens))};
+  int query = row / c.group, head = row % c.group;
+  for (int r = 0; r < rows; query++, head = 0) {
+    const int64_t position =
+        several ? c.position(tile.strand->segment + query, 0) : c.position(tile.strand->segment, tile.query + query);
+    const int64_t begin = smaller(larger(0, c.first_seen(position) - pages.first_token), tokens);
+    const int64_t end = larger(0, smaller(position + 1 - pages.first_token, tokens));
+    for (; head < c.group && r < rows; head++) seen[r++] = {(int)begin, (int)end};
+  }
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #if defined(__AMX_TILE__)
 
 #include "gemm.h"
+#include "tiles.h"
 #include "unpack_bf16.h"
 #include "unpack_bytes.h"
 
@@ -32,32 +33,9 @@ KVERN_INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
 constexpr int64_t kChunkBytes = int64_t(1) << 20;
 constexpr int64_t kLeastChunk = 128;
 
-struct alignas(64) TileConfig {
-  uint8_t palette;
-  uint8_t start_row;
-  uint8_t reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-
-// Rows of a tile and bytes of a row.
-struct TileShape {
-  int rows, bytes;
-};
-
 // Tiles 0-3 hold sums; of the others those before `first_w` x, and the rest W.
 KVERN_INLINE void configure(TileShape sums, TileShape x, int first_w, TileShape w) {
-  TileConfig config;
-  memset(&config, 0, sizeof config);
-  config.palette = 1;
-  for (int i = 0; i < 8; i++) {
-    const TileShape& shape = i < 4 ? sums : i < first_w ? x : w;
-    config.rows[i] = shape.rows;
-    config.row_bytes[i] = shape.bytes;
-  }
-  // The intrinsic names a part of the struct as what it reads.
-  asm volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
+  configure_tiles({sums, sums, sums, sums, x, first_w > 5 ? x : w, w, w});
 }
 
 int begin_square(int tallest) {
