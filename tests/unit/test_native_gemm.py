@@ -198,6 +198,19 @@ def check_rows_independent(isa, x, weight, whole):
             assert same_bits(got, whole[first : first + rows]), f"{rows} rows from {first}"
 
 
+@pytest.mark.parametrize(("name", "columns"), [("BF16", 1450), ("Q4_0", 1408)])
+def test_long_rows(isa, name, columns):
+    """More than the nearest cache holds of two panels, with more rows than are multiplied in one go."""
+    rng = np.random.default_rng(10)
+    weight = Weight(isa, name, make_weight(rng, name, 75, columns), columns, "floats")
+    x = Activations(isa, rng.standard_normal((800, columns), dtype=np.float32), "floats")
+    values = weight.value.astype(np.float64)
+    whole = product(isa, x, weight, rows=800)
+    assert_near(whole, x.value @ values.T, np.abs(x.value) @ np.abs(values.T))
+    assert same_bits(product(isa, x, weight, rows=800, threads=3), whole)
+    check_rows_independent(isa, x, weight, whole)
+
+
 @pytest.mark.parametrize("name", ["BF16", "Q4_0", "Q6_K"])
 def test_numbers_too_small_to_be_normal(isa, name):
     """Some instructions take them for 0, others do not: one row must be treated like many."""

@@ -158,27 +158,33 @@ void look_ahead(const Product& p, const Method& m, int64_t unit, int64_t tile, i
 }
 
 void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t last, uint8_t* scratch, int height) {
-  alignas(64) float y[kMaxTileRows * kMaxPanels * kPanel];
+  alignas(64) float one_tile[kMaxTileRows * kMaxPanels * kPanel];
   uint8_t* sums = scratch + kPreparedBytes;
   Tile t{};
   t.x = &p.args.x;
   t.groups = p.args.weight.in / kGroup;
   t.height = height;
-  const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows);
+  const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows), stride = m.panels * kPanel;
+  const int64_t slabs = tiles > 1 && m.slab_groups ? divide_up(t.groups, m.slab_groups) : 1;
   t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
   if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
   for (int64_t unit = p.first_unit; unit < p.last_unit; unit += m.panels / 2) {
     take_panels(p, m, unit, scratch, t);
-    for (int64_t i = 0; i < tiles; i++) {
+    for (int64_t pass = 0; pass < slabs * tiles; pass++) {
+      const int64_t slab = pass / tiles, i = pass % tiles;
       int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
       const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
       const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
       t.row = first + from;
       t.rows = (int)(stop - from);
+      t.begin = t.groups * slab / slabs;
+      t.end = t.groups * (slab + 1) / slabs;
       t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
       look_ahead(p, m, unit, i, tiles, t);
+      float* y = slabs == 1 ? one_tile : (float*)sums + i * m.tile_rows * stride;
       m.kernels[t.rows - 1](t, y);
-      const int64_t units = least(m.panels / 2, p.last_unit - unit), stride = m.panels * kPanel;
+      if (slab + 1 < slabs) continue;
+      const int64_t units = least(m.panels / 2, p.last_unit - unit);
       finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
       if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
     }

@@ -3,9 +3,10 @@
 //   for each chunk of rows                            (one, unless its activations would fall out of the cache)
 //     for each group of panels of this thread         W streams through the cache once
 //       [bring the group to the form the kernel reads, in scratch memory]
-//       for each tile of rows                         the group's panels stay in the nearest cache
-//         kernel: y[rows][panels * 16], over all of k
-//         finish: bias, gate, residual, store; with a gate the conversion for the next product
+//       for each slab of k                            (one, unless panels are too long for the nearest cache)
+//         for each tile of rows                       the slab's part of the panels stays in the nearest cache
+//           kernel: y[rows][panels * 16], over the slab
+//           finish, after the last slab: bias, gate, residual, store; with a gate the conversion for the next product
 //
 // Threads divide the panels, so that each weight is read once, or if rows are many the rows, so that a thread finds in
 // its own cache what the operation before it wrote there; never k. A kernel adds up each output in one order of k whatever
@@ -34,6 +35,7 @@ static_assert(kPreparedBytes >= 2 * kMaxColumns * kPanel * 2, "two panels of bf1
 struct Tile {
   const uint8_t* panels[kMaxPanels];
   int64_t groups;     // of 32 k
+  int64_t begin, end; // with Method::slab_groups: those to compute now; from begin > 0 on the sums so far are in `y`
   const Activation* x;
   int64_t row;        // the first one
   int rows;
@@ -64,6 +66,7 @@ struct Method {
   int tile_rows = 1;         // at most
   int64_t chunk_rows = 0;    // at most, 0 for no limit
   bool full_tiles = false;   // all tiles have `tile_rows` rows, the last overlaps the one before
+  int64_t slab_groups = 0;   // not 0: tiles read at most so many groups at a time, see the frame
   int sums_per_group = 0;    // blocks: a row's numbers in the table of Tile::sums; 2 if a group has two scales, or by_group
   bool by_group = false;     // see there
   int offset = 0;

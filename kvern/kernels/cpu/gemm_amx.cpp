@@ -33,6 +33,8 @@ KVERN_INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
 constexpr int64_t kChunkBytes = int64_t(1) << 20;
 constexpr int64_t kLeastChunk = 128;
 
+constexpr int64_t kSlabGroups = 20;  // of two panels are 40 kB
+
 // Tiles 0-3 hold sums; of the others those before `first_w` x, and the rest W.
 KVERN_INLINE void configure(TileShape sums, TileShape x, int first_w, TileShape w) {
   configure_tiles({sums, sums, sums, sums, x, first_w > 5 ? x : w, w, w});
@@ -71,17 +73,34 @@ KVERN_INLINE void store_beside(float* y) {
   _tile_stored(3, y + 48, 256);
 }
 
+// Panels together with the rows of a tile are more than the nearest cache holds. What is used by one tile only is loaded
+// so that it does not drive out the rest: x, or, if there is but one tile of rows, the panels.
+template <bool one_tile>
 void bf16_square(const Tile& t, float* y) {
   const int64_t stride = t.x->columns * 2, below = t.rows - t.height;
   const uint8_t* x = (const uint8_t*)t.x->values + t.row * stride;
   memory_is_read();
-  zero_sums();
-  for (int64_t group = 0; group < t.groups; group++) {
+  if (t.begin == 0) {
+    zero_sums();
+  } else {
+    _tile_loadd(0, y, 128);
+    _tile_loadd(1, y + 16, 128);
+    _tile_loadd(2, y + below * 32, 128);
+    _tile_loadd(3, y + below * 32 + 16, 128);
+  }
+  for (int64_t group = t.begin; group < t.end; group++) {
     Tile::prefetch_ahead<2>(t, group);
-    _tile_loadd(6, t.panels[0] + group * 1024, 64);
-    _tile_loadd(4, x + group * 64, stride);
-    _tile_loadd(7, t.panels[1] + group * 1024, 64);
-    _tile_loadd(5, x + below * stride + group * 64, stride);
+    if constexpr (one_tile) {
+      _tile_stream_loadd(6, t.panels[0] + group * 1024, 64);
+      _tile_loadd(4, x + group * 64, stride);
+      _tile_stream_loadd(7, t.panels[1] + group * 1024, 64);
+      _tile_loadd(5, x + below * stride + group * 64, stride);
+    } else {
+      _tile_loadd(6, t.panels[0] + group * 1024, 64);
+      _tile_stream_loadd(4, x + group * 64, stride);
+      _tile_loadd(7, t.panels[1] + group * 1024, 64);
+      _tile_stream_loadd(5, x + below * stride + group * 64, stride);
+    }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
@@ -273,7 +292,8 @@ void use_amx_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
   m.prepared_bytes = weight.in * kPanel * 2;
   m.tile_rows = 32;
   m.begin = begin_square;
-  for (TileKernel& kernel : m.kernels) kernel = bf16_square;
+  m.slab_groups = kSlabGroups;
+  for (TileKernel& kernel : m.kernels) kernel = rows > m.tile_rows ? bf16_square<false> : bf16_square<true>;
 }
 
 }  // namespace

@@ -271,7 +271,8 @@ class NativeOps:
         """x as the input of a product, computed once for all products that read it."""
         found = x.activations.get(form)
         if found is None:
-            columns = -(-x.columns // _COLUMNS) * _COLUMNS
+            # An odd number of blocks, so that the rows of a tile do not compete for the same sets of the cache.
+            columns = (-(-x.columns // _COLUMNS) | 1) * _COLUMNS
             capacity = self._capacity[x.rows]
             value_bytes = {abi.FLOATS: 4, abi.INT8: 1, abi.INT16: 2}[form]  # FLOATS: 2 are enough for bf16
             row_bytes = columns * value_bytes + columns // 32 * 4 + columns // 16 * 4
