@@ -120,13 +120,13 @@ void bf16_wide(const Tile& t, float* y) {
   for (int64_t group = 0; group < t.groups; group++) {
     Tile::prefetch_ahead<4>(t, group);
     _tile_loadd(4, x + group * 64, stride);
-    _tile_loadd(5, t.panels[0] + group * 1024, 64);
+    _tile_stream_loadd(5, t.panels[0] + group * 1024, 64);
     _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, t.panels[1] + group * 1024, 64);
+    _tile_stream_loadd(6, t.panels[1] + group * 1024, 64);
     _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, t.panels[2] + group * 1024, 64);
+    _tile_stream_loadd(7, t.panels[2] + group * 1024, 64);
     _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, t.panels[3] + group * 1024, 64);
+    _tile_stream_loadd(5, t.panels[3] + group * 1024, 64);
     _tile_dpbf16ps(3, 4, 5);
   }
   store_beside(y);
