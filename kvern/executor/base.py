@@ -18,7 +18,7 @@ class Executor(Protocol):
 
     def use_idle_time(self) -> bool:
         """Called again and again while there is nothing to compute: do a little, of at most a few milliseconds, of
-        what makes later steps faster. False if nothing is left to do."""
+        what makes later steps faster. False if there is nothing to do until the next one."""
         ...
 
     def costs(self) -> tuple[float, float] | None:

@@ -102,9 +102,10 @@ class Ops(Protocol):
         """A zeroed cache, one handle per layer. Block 0 is the null block: no op writes to it."""
         ...
 
-    def populate(self, caches: Sequence[KVCache]) -> Iterator[None]:
-        """Have the system provide the memory of the first blocks, which comes slowly where it is first written, above
-        all in virtual machines. A little, of at most a few milliseconds, between yields; steps may run in between."""
+    def populate(self, caches: Sequence[KVCache], num_used: Callable[[], int]) -> Iterator[bool]:
+        """Have the system provide the memory of blocks before they are used: what is first written comes slowly, above
+        all in virtual machines. num_used() blocks, from the first on, have been. Yields True after a little of it, of
+        at most a few milliseconds; False while enough is provided. Steps may run in between."""
         ...
 
     def copy_blocks(

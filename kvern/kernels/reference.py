@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,7 +168,7 @@ class ReferenceOps:
         arena = torch.from_numpy(memory).view(self._dtype).view(shape)
         return [LayerCache(layer) for layer in arena]
 
-    def populate(self, caches: Sequence[LayerCache]) -> Iterator[None]:
+    def populate(self, caches: Sequence[LayerCache], num_used: Callable[[], int]) -> Iterator[bool]:
         return iter(())
 
     def copy_blocks(

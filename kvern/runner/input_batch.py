@@ -31,6 +31,7 @@ class InputBatch:
         max_blocks = -(-config.max_model_len // config.block_size)
         self.token_ids: Int32 = np.zeros((config.max_num_seqs, config.max_model_len), dtype=np.int32)
         self.block_tables: Int32 = np.zeros((len(config.kv_groups), config.max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks_used = 0  # so many, from the first on, have been in a table
 
     def apply(self, output: SchedulerOutput) -> None:
         """Fill the rows of new requests, append new blocks, put drafts after what is known. What a row held before
@@ -38,9 +39,11 @@ class InputBatch:
         for new in output.new_requests:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
             self.block_tables[:, new.row, : len(new.tables[0])] = new.tables
+            self.num_blocks_used = max(self.num_blocks_used, *(max(table, default=0) + 1 for table in new.tables))
         rows, index, blocks = output.new_blocks
         if len(rows):
             self.block_tables[:, rows, index] = blocks
+            self.num_blocks_used = max(self.num_blocks_used, int(blocks.max()) + 1)
         if output.draft_tokens:
             ends = dict(zip(output.rows.tolist(), (output.num_computed + output.num_new).tolist(), strict=True))
             for row, drafts in output.draft_tokens.items():

@@ -68,9 +68,9 @@ class ModelRunner:
         slots = self._allocate(config.num_blocks)
         host_slots = self._allocate(config.host_blocks + 1) if config.host_blocks else []
         self.mover = BlockMover(self.ops, slots, host_slots, store)
-        self._populating = self.ops.populate(slots)
         self.caches = [slots[slot] for slot in self.layout.slot_of]  # of each layer
-        self.batch = InputBatch(config)
+        self.batch = batch = InputBatch(config)
+        self._populating = self.ops.populate(slots, lambda: batch.num_blocks_used)
         self.sampler = make_sampler(self.ops, shape.vocab_size, config.eos_token_ids)
         self._prompt_logprobs: dict[int, _PromptLogprobs] = {}
 
@@ -95,8 +95,8 @@ class ModelRunner:
         return result
 
     def use_idle_time(self) -> bool:
-        """Do a little of what makes later steps faster; False if nothing is left."""
-        return next(self._populating, self) is not self
+        """Do a little of what makes later steps faster; False if there is nothing to do until the next one."""
+        return next(self._populating, False)
 
     @property
     def recorded(self) -> bool:

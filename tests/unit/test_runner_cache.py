@@ -164,8 +164,33 @@ def test_idle_time_provides_a_caches_memory_and_leaves_what_is_in_it():
     caches = ops.allocate_kv_cache(num_layers=3, num_blocks=400, block_size=16, num_kv_heads=4, head_dim=64)
     assert resident(caches[0]) == 0
     caches[1].bytes[7] = 5
-    pieces = sum(1 for _ in ops.populate(caches))
-    assert pieces == 3 * 4  # of 2 MiB: a layer has 6.25
+    assert list(ops.populate(caches, lambda: 0)) == [True] * 3 * 4  # of 2 MiB: a layer has 6.25
     assert resident(caches[0]) == caches[0].memory.num_bytes // 4096 * 4096
     assert (caches[1].bytes[7] == 5).all()
     assert not caches[0].bytes.any() and not caches[1].bytes[8:].any() and not caches[2].bytes.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_idle_time_provides_a_little_more_memory_than_is_used(monkeypatch):
+    engine("", 1)
+    monkeypatch.setattr("kvern.kernels.cpu.ops._POPULATED_BYTES", 3 * (2 << 20))  # a piece of each layer
+    ops = load_ops("native", dtype="bfloat16")
+    caches = ops.allocate_kv_cache(num_layers=3, num_blocks=400, block_size=16, num_kv_heads=4, head_dim=64)
+    used = 0
+    populating = ops.populate(caches, lambda: used)
+    assert [next(populating) for _ in range(5)] == [True] * 3 + [False] * 2
+    used = 1
+    assert [next(populating) for _ in range(5)] == [True] * 3 + [False] * 2
+    used = 400
+    assert list(populating) == [True] * 6
+
+
+def test_idle_time_knows_which_blocks_have_been_used():
+    driver = Driver(tiny_model())
+    batch = driver.runner.batch
+    assert batch.num_blocks_used == 0
+    driver.add(0, [1, 2, 3])
+    driver.run(0, 1)
+    assert batch.num_blocks_used == 2  # the null block and one more
+    driver.run(0, 30)
+    assert batch.num_blocks_used == 4

@@ -31,7 +31,7 @@ from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, S
 
 _COLUMNS = 32  # a product's input is padded to a multiple
 _DEFAULT_ROWS = 4096
-_POPULATED_BYTES = 1 << 30  # of a cache, while the engine is idle: what a burst of requests writes first
+_POPULATED_BYTES = 1 << 30  # ahead of what is used, while the engine is idle: what the next burst of requests writes
 _POPULATED_AT_ONCE = 2 << 20  # a huge page: a virtual machine's host may take 5 ms to find it
 _NO_VIEW = abi.View(None, 0)
 
@@ -214,12 +214,14 @@ class NativeOps:
 
         return [cache(layer * num_blocks * block_bytes) for layer in range(num_layers)]
 
-    def populate(self, caches: Sequence[NativeCache]) -> Iterator[None]:
-        most = _POPULATED_BYTES // len(caches)  # of each layer
-        for start in range(0, min(most, caches[0].bytes.size), _POPULATED_AT_ONCE):
+    def populate(self, caches: Sequence[NativeCache], num_used: Callable[[], int]) -> Iterator[bool]:
+        ahead, block_bytes = _POPULATED_BYTES // len(caches), caches[0].bytes.shape[1]  # of each layer
+        for start in range(0, caches[0].bytes.size, _POPULATED_AT_ONCE):
+            while start >= num_used() * block_bytes + ahead:
+                yield False
             for cache in caches:
                 cache.memory.populate(cache.start + start, _POPULATED_AT_ONCE)
-                yield
+                yield True
 
     def copy_blocks(
         self, source: Sequence[NativeCache], destination: Sequence[NativeCache], from_blocks: Int64, to_blocks: Int64
