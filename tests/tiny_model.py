@@ -81,6 +81,8 @@ def tiny_model(dtype="float32", threads=2, **changes):
 class Recorder:
     """Stands before a sampler and keeps the logits it was given: (row, position) -> [vocab]."""
 
+    largest_only = False
+
     def __init__(self, sampler):
         self._sampler = sampler
         self.logits = {}

@@ -78,6 +78,8 @@ class Ops(Protocol):
     """A backend. `T` below is the number of rows of a step, `dtype` that of weights, activations and cache."""
 
     dtype: DType
+    # Of logits that are computed while it is set nothing but `argmax` is asked: the rest may be left out.
+    largest_only: bool
 
     # Memory
 

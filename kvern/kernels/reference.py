@@ -133,6 +133,7 @@ class ReferenceOps:
 
     def __init__(self, dtype: DType, threads: int) -> None:
         self.dtype: DType = dtype
+        self.largest_only = False  # makes no difference here
         self._dtype = _DTYPES[dtype]
         has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._onednn = has_onednn and (dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported())

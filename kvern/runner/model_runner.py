@@ -141,8 +141,9 @@ class ModelRunner:
         if new.sampling.prompt_logprobs is not None and len(new.token_ids) == new.num_prompt_tokens:
             self._prompt_logprobs[new.row] = _PromptLogprobs(new.num_prompt_tokens, new.sampling.prompt_logprobs)
 
-    def _logits(self, hidden: Tensor, tokens: Int64) -> Tensor:
-        """[n, vocab] for so many of the step's tokens."""
+    def _logits(self, hidden: Tensor, tokens: Int64, *, largest_only: bool = False) -> Tensor:
+        """[n, vocab] for so many of the step's tokens. largest_only: for ops.argmax alone to read."""
+        self.ops.largest_only = largest_only
         return self._logits_graphs(
             BatchDescriptor(len(tokens), len(tokens)),
             lambda rows: self.model.logits(self.ops.take_rows(hidden, rows)),
@@ -193,7 +194,7 @@ class ModelRunner:
             part = slice(start, start + _LOGITS_ROWS) if index is None else index[start : start + _LOGITS_ROWS]
             rows: Int32 = output.rows[part]
             positions: Int32 = output.num_computed[part] + output.num_new[part]
-            logits = self._logits(hidden, last[start : start + _LOGITS_ROWS])
+            logits = self._logits(hidden, last[start : start + _LOGITS_ROWS], largest_only=self.sampler.largest_only)
             best = self.ops.argmax(logits)
             sampled = self.sampler.sample(self.ops.to_numpy(logits), rows, positions, best=best)
             tokens = sampled.token_ids

@@ -109,6 +109,11 @@ class Sampler:
         self._rows.pop(row, None)
         self._logprobs.pop(row, None)
 
+    @property
+    def largest_only(self) -> bool:
+        """Whether no row needs more of its logits than the largest: `sample` then reads `best` alone."""
+        return not (self._rows or self._logprobs)
+
     def append(self, rows: Int32, tokens: Int32) -> None:
         """rows[i] ([n] int32) got the output token tokens[i]; several tokens of one row come in their order."""
         if not self._rows:

@@ -95,6 +95,33 @@ def test_argmax_is_the_first_of_the_largest_and_nan_is_largest(ops, width):
     assert np.array_equal(value, x[np.arange(6), index], equal_nan=True)
 
 
+@pytest.mark.parametrize("rows", (1, 2, 17, 40, 200))
+@pytest.mark.parametrize("vocab", (49, 640, 1000))
+def test_a_product_finds_the_largest_of_its_rows(ops, rows, vocab):
+    """The same as argmax, and writes nothing; logits that somebody reads are whole."""
+    ops.reserve(200, 200)
+    x, head = random(12, rows, 96), random(13, vocab, 96)
+    head[-1] = head[vocab // 2] = head[3] = head[5]  # the largest of many rows, below
+    x[::3] += 4 * head[3]
+    if vocab < 96:
+        x[0] = -10 * np.linalg.pinv(head).sum(axis=1)  # all are about -10, and what fills up a panel is 0
+    x[rows - 1] = np.nan if rows > 1 else x[0]
+    hidden, chosen = tensor(ops, x), np.arange(rows, dtype=np.int64)
+    packed = ops.pack(ops.weight([head]), head=True)
+    tape = ops.capture(lambda: ops.linear(ops.take_rows(hidden, chosen), packed))
+    whole = ops.to_numpy(ops.replay(tape)).copy()
+    index, value = ops.argmax(tape.output)
+    assert index.tolist() == whole.argmax(axis=1).tolist()
+    ops.to_numpy(tape.output)[:] = 7
+    ops.largest_only = True
+    found = ops.argmax(ops.replay(tape))
+    assert found[0].tolist() == index.tolist()
+    assert np.array_equal(found[1], value, equal_nan=True)
+    assert (ops.to_numpy(tape.output) == 7).all()
+    ops.largest_only = False
+    assert np.array_equal(ops.to_numpy(ops.replay(tape)), whole, equal_nan=True)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_is_the_same_among_any_others(ops, rows):
     x, weight = random(9, 64, 576), random(10, 576)

@@ -83,6 +83,8 @@ class Step(Structure):
         ("positions", c_void_p),
         ("rows", c_void_p),
         ("plans", Plan * MAX_PLANS),
+        ("largest_only", c_int32),
+        ("reserved", c_int32),
         ("scratch", c_void_p),
         ("counters", c_void_p),
     )
@@ -115,7 +117,7 @@ class LinearArgs(Structure):
         ("residual", View),
         ("out", View),
         ("gate", c_int32),
-        ("reserved", c_int32),
+        ("finds_largest", c_int32),
         ("quantized", Activation),
     )
 
@@ -174,7 +176,13 @@ class AttentionArgs(Structure):
 
 
 class ArgmaxArgs(Structure):
-    _fields_ = (("x", View), ("columns", c_int64), ("index", c_void_p), ("value", c_void_p))
+    _fields_ = (
+        ("x", View),
+        ("columns", c_int64),
+        ("index", c_void_p),
+        ("value", c_void_p),
+        ("finds_largest", c_int32),
+    )
 
 
 class SampleRow(Structure):

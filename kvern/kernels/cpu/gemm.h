@@ -27,8 +27,8 @@ constexpr int kMaxTileRows = 32;
 // Parts of a thread's scratch memory.
 constexpr int64_t kPreparedBytes = int64_t(4) << 20;  // panels in the form the kernel reads
 constexpr int64_t kSumsBytes = int64_t(1) << 20;      // see Tile::sums
-constexpr int64_t kGateBytes = int64_t(3) << 20;      // see gate_across_panels
-static_assert(kPreparedBytes + kSumsBytes + kGateBytes <= (int64_t)kScratchBytes, "");
+constexpr int64_t kGateBytes = int64_t(2) << 20;      // see gate_across_panels
+static_assert(kPreparedBytes + kSumsBytes + kGateBytes + (int64_t)kLargestBytes <= (int64_t)kScratchBytes, "");
 static_assert(kPreparedBytes >= 2 * kMaxColumns * kPanel * 2, "two panels of bf16 fit");
 
 // What a kernel multiplies: a few rows of x with a few panels.

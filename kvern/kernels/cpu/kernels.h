@@ -103,6 +103,8 @@ struct Step {
   const int64_t* positions;    // [num_tokens]
   const int64_t* rows;         // [num_rows] among the tokens
   Plan plans[kMaxPlans];
+  int32_t largest_only;        // of logits, nothing but each row's largest is wanted
+  int32_t reserved;
   // Set by run(): work memory of each thread, and a counter for each op of the tape, zero when the op starts.
   uint8_t** scratch;
   Counter* counters;
@@ -154,7 +156,7 @@ struct LinearArgs {  // out = x W^T + bias + residual, or the gate of its two ha
   View residual;      // [rows, out], or data null; may be the same memory as `out`
   View out;
   int32_t gate;  // kNoGate; else W's rows are the two halves a, b, and out [rows, out / 2] = f(a) * b
-  int32_t reserved;
+  int32_t finds_largest;  // if step.largest_only: each thread's largest of each row instead of `out`, for argmax
   // values not null, only with a gate: the result is read by products alone and goes here; `out` is room to work in.
   Activation quantized;
 };
@@ -216,7 +218,16 @@ struct ArgmaxArgs {  // of each row: where it is (the lowest index of equals), a
   int64_t columns;
   int32_t* index;
   float* value;
+  int32_t finds_largest;  // x is the result of such a product
 };
+// What a thread's part of such a product has of a row, by lanes. They lie, row after row, in its scratch memory.
+struct Largest {
+  float value[16];
+  int32_t column[16];  // the lowest of equals; anything if that is -infinity
+};
+constexpr int32_t kNoColumn = INT32_MAX;
+constexpr size_t kLargestBytes = size_t(1) << 20;
+inline Largest* largest_of(uint8_t* scratch) { return (Largest*)(scratch + kScratchBytes - kLargestBytes); }
 // A row to sample: see kvern/sampling/sampler.py for what the parameters mean.
 struct SampleRow {
   const float* logits;  // [columns]

@@ -25,7 +25,7 @@ from kvern.kernels.cpu import abi
 from kvern.kernels.cpu.buffers import Arena, Buffer, BufferPool
 from kvern.kernels.cpu.library import Memory, NativeEngine, op_array
 from kvern.kernels.cpu.profile import Profile
-from kvern.kernels.cpu.tape import Entry, Tape, join
+from kvern.kernels.cpu.tape import Entry, Tape, finds_largest, join
 from kvern.kernels.cpu.weights import PackedMatrix, StoredMatrix, pack, quantized, vector
 from kvern.kernels.ops import AttentionMetadata, DType, Float32, Int32, Int64, StoredTensor
 
@@ -39,7 +39,7 @@ _NO_VIEW = abi.View(None, 0)
 class NativeTensor:
     """Rows of float32, `columns` from `offset` on in rows of `stride`. rows: abi.TOKENS or abi.LOGIT_ROWS."""
 
-    __slots__ = ("activations", "best", "buffer", "columns", "offset", "rows", "stride")
+    __slots__ = ("activations", "best", "buffer", "columns", "finds_largest", "offset", "rows", "stride")
 
     def __init__(self, buffer: Buffer, columns: int, rows: int, *, stride: int = 0, offset: int = 0) -> None:
         self.buffer = buffer
@@ -50,6 +50,7 @@ class NativeTensor:
         self.activations: dict[int, tuple[Buffer, abi.Activation]] = {}  # by form: this as a product's input
         # The operation that finds each row's largest, and where it writes: index [capacity], then value.
         self.best: tuple[ctypes.Array[abi.Op], Buffer, NDArray[np.int32]] | None = None
+        self.finds_largest = False  # whether the product that gives it can do that
 
     @property
     def view(self) -> abi.View:
@@ -132,7 +133,9 @@ class NativeOps:
             entries = self._recording
         finally:
             self._recording = None
-        return Tape(join(entries, output.buffer.span.serial), output, pieces=pieces)
+        entries = join(entries, output.buffer.span.serial)
+        output.finds_largest = finds_largest(entries, output.view.data)
+        return Tape(entries, output, pieces=pieces)
 
     def replay(self, tape: Tape) -> NativeTensor:
         """Compute a tape for the step as it is set now. Its output is the same tensor each time."""
@@ -159,6 +162,14 @@ class NativeOps:
             self._step.num_rows = len(rows)
             self._step.rows = rows.ctypes.data
             self._check(abi.LOGIT_ROWS, len(rows))
+
+    @property
+    def largest_only(self) -> bool:
+        return bool(self._step.largest_only)
+
+    @largest_only.setter
+    def largest_only(self, wanted: bool) -> None:
+        self._step.largest_only = wanted
 
     def _keep(self, name: object, array: NDArray[Any], dtype: Any) -> NDArray[Any]:
         array = np.ascontiguousarray(array, dtype=dtype)
@@ -336,7 +347,8 @@ class NativeOps:
         capacity = self._capacity[x.rows]
         if x.best is None:
             buffer = self._pool.take(capacity * 8)
-            args = abi.ArgmaxArgs(x.view, x.columns, buffer.address, buffer.address + capacity * 4)
+            values = buffer.address + capacity * 4
+            args = abi.ArgmaxArgs(x.view, x.columns, buffer.address, values, x.finds_largest)
             found = np.ctypeslib.as_array((ctypes.c_int32 * (2 * capacity)).from_address(buffer.address))
             x.best = op_array([abi.make_op("argmax", args, x.rows)]), buffer, found
         op, _, found = x.best

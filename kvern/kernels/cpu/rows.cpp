@@ -105,30 +105,38 @@ void quantize(const Op& op, const Step& step, int thread, int threads) {
 
 namespace {
 
-// The first largest of x[begin, end), NaN above all.
-void argmax_range(const float* x, int64_t begin, int64_t end, int32_t* index, float* value) {
+// The first largest of what is offered, NaN above all. If that is -infinity, all are, and the first is column 0.
+struct Peak {
+  float value = -__builtin_inff();
+  int32_t column = kNoColumn;
+
+  void offer(float v, int32_t i) {
+    const bool nan = v != v, is_nan = value != value;
+    if (is_nan && !nan) return;
+    if ((nan && !is_nan) || v > value || ((v == value || (nan && is_nan)) && i < column)) value = v, column = i;
+  }
+  void put(const ArgmaxArgs& a, int64_t row) const {
+    a.index[row] = value == -__builtin_inff() ? 0 : column;
+    a.value[row] = value;
+  }
+};
+
+Peak find_peak(const float* x, int64_t columns) {
   I32 lane;
   for (int i = 0; i < kLanes; i++) lane[i] = i;
   F32 best = set1(-__builtin_inff());
-  I32 where = set1((int32_t)end);
-  int64_t k = begin;
-  for (; k + kLanes <= end; k += kLanes) {
+  I32 where = set1(kNoColumn);
+  int64_t k = 0;
+  for (; k + kLanes <= columns; k += kLanes) {
     F32 v = load<F32>(x + k);
-    I32 better = (v > best) | ((v != v) & (best == best)) | ((where == (int32_t)end) & (v == best));
+    I32 better = (v > best) | ((v != v) & (best == best));
     best = better ? v : best;
     where = better ? lane + (int32_t)k : where;
   }
-  float peak = -__builtin_inff();
-  int32_t found = (int32_t)end;
-  auto offer = [&](float v, int32_t i) {
-    bool nan = v != v, peak_nan = peak != peak;
-    if (i >= end || (peak_nan && !nan)) return;
-    if ((nan && !peak_nan) || v > peak || ((v == peak || (nan && peak_nan)) && i < found)) peak = v, found = i;
-  };
-  for (int i = 0; i < kLanes; i++) offer(best[i], where[i]);
-  for (; k < end; k++) offer(x[k], (int32_t)k);
-  *index = found;
-  *value = peak;
+  Peak peak;
+  for (int i = 0; i < kLanes; i++) peak.offer(best[i], where[i]);
+  for (; k < columns; k++) peak.offer(x[k], (int32_t)k);
+  return peak;
 }
 
 }  // namespace
@@ -136,8 +144,18 @@ void argmax_range(const float* x, int64_t begin, int64_t end, int32_t* index, fl
 void argmax(const Op& op, const Step& step, int thread, int threads) {
   const ArgmaxArgs& a = op.argmax;
   Range r = part(num_rows(op, step), thread, threads);
-  for (int64_t i = r.begin; i < r.end; i++)
-    argmax_range(a.x.data + i * a.x.stride, 0, a.columns, a.index + i, a.value + i);
+  for (int64_t i = r.begin; i < r.end; i++) {
+    if (!a.finds_largest || !step.largest_only) {
+      find_peak(a.x.data + i * a.x.stride, a.columns).put(a, i);
+      continue;
+    }
+    Peak peak;
+    for (int t = 0; t < threads; t++) {
+      const Largest& found = largest_of(step.scratch[t])[i];
+      for (int j = 0; j < kLanes; j++) peak.offer(found.value[j], found.column[j]);
+    }
+    peak.put(a, i);
+  }
 }
 
 }  // namespace KVERN_ISA

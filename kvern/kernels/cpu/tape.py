@@ -37,6 +37,17 @@ class Entry(NamedTuple):
     writes: Span | None
 
 
+def finds_largest(entries: list[Entry], address: int) -> bool:
+    """Have the product that gives the rows at `address`, if it is one, find each row's largest: False if it is not."""
+    op = entries[-1].op
+    writers = sum(entry.writes is not None and entry.writes == entries[-1].writes for entry in entries)
+    plain = op.kind == _LINEAR and op.linear.gate == abi.NO_GATE and writers == 1
+    if not plain or op.linear.out.data != address or op.rows != abi.LOGIT_ROWS:
+        return False
+    op.linear.finds_largest = 1
+    return True
+
+
 class Tape:
     """ops in order; pieces: the same in runs that are computed by one call each. output: what the recorded function
     returned. The memory of all buffers stays that of their pool; the output's is not handed out again."""
