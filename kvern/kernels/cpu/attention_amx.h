@@ -10,8 +10,8 @@
 // what is missing is 0. Tiles have the height of the block, which is configured when it changes.
 //
 // Keys and values are loaded as what will not be needed again, so that they do not drive scores out of the nearest cache.
-// Those that come next are fetched between the products: see Ahead. That takes longer than the products,
-// and is left out where they are in the cache anyway.
+// Those that come next are fetched between the products: see Ahead. That takes longer than the products, and is left out
+// where they are in the cache anyway.
 #pragma once
 
 #include "attention_bf16.h"

@@ -127,7 +127,6 @@ struct Bf16Cache {
     memset(out + end_page(seen) * kPageBytes, 0, (b.pages - end_page(seen)) * kPageBytes);
     total(partial, b.head_dim) = sum_of(sums);
   }
-
 #endif
 
   static void weigh_nothing(const Block& b, int row) {
