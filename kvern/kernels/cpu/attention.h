@@ -122,14 +122,17 @@ KVERN_INLINE float largest_of(const Floats (&parts)[kParts]) { return max(load<F
 // 2^x for x <= 0 with a relative error of 3e-6, which is below the rounding of the weights; 2^0 is exactly 1, and
 // 2^-infinity exactly 0.
 #if defined(__AVX512F__)
-KVERN_INLINE Floats weight(Floats x) {
+// By a polynomial for 2^f, 0 <= f < 1: its factors, the highest power's first.
+template <int N>
+KVERN_INLINE Floats power_of_two(Floats x, const float (&factors)[N]) {
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1);  // x less the integer below it, which scalef takes for n
-  Floats p = broadcast(1.3426718302071095e-2f);
-  p = fma(p, f, broadcast(5.224242061376572e-2f));
-  p = fma(p, f, broadcast(2.412802278995514e-1f));
-  p = fma(p, f, broadcast(6.930448412895203e-1f));
-  p = fma(p, f, broadcast(1.0f));
+  Floats p = broadcast(factors[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < N; i++) p = fma(p, f, broadcast(factors[i]));
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+KVERN_INLINE Floats weight(Floats x) {
+  return power_of_two(x, {1.3426718302071095e-2f, 5.224242061376572e-2f, 2.412802278995514e-1f, 6.930448412895203e-1f, 1});
 }
 #else
 // NaN gives 0, too. Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.

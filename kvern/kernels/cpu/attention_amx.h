@@ -101,16 +101,16 @@ struct Bf16Tiles : Bf16Cache {
   // 4 pages from `page` on. rest: the keys of the last 16 dimensions, filled up, or null.
   static void score_pages(const Block& b, int page, const uint8_t* const* rest) {
     const int64_t end = b.head_dim / 32 * 1024;
-    clear_sums();
+    zero_sums();
     for (int64_t d = 0; d < end; d += 1024) multiply_keys(b, b.queries + d / 16, b.keys + page, d);
     if (rest) multiply_keys(b, b.queries + end / 16, rest, 0);
-    store_sums(b.scores + page * kPage, kScoreStride * 4, 4);
+    store_beside(b.scores + page * kPage, kScoreStride * 4, 4);
   }
 
   // The dimensions of n vectors.
   static void sum_values(const Block& b, int vector, int n, float* partials) {
     const uint8_t* w = weights_of(b, 0);
-    clear_sums();
+    zero_sums();
     for (int page = 0; page < b.pages; page++, w += 2 * kPage) {
       const uint8_t* v = b.values[page] + vector * 64;
       _tile_loadd(5, w, kWeightStride);
@@ -119,23 +119,10 @@ struct Bf16Tiles : Bf16Cache {
       if (n > 2) KVERN_MULTIPLY_VALUES(2, v + 128)
       if (n > 3) KVERN_MULTIPLY_VALUES(3, v + 192)
     }
-    store_sums(partials + vector * kLanes, partial_floats(b.head_dim) * 4, n);
+    store_beside(partials + vector * kLanes, partial_floats(b.head_dim) * 4, n);
   }
 #undef KVERN_MULTIPLY_KEYS
 #undef KVERN_MULTIPLY_VALUES
-
-  __attribute__((always_inline)) static void clear_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  __attribute__((always_inline)) static void store_sums(float* out, int64_t row_bytes, int n) {
-    _tile_stored(0, out, row_bytes);
-    if (n > 1) _tile_stored(1, out + kLanes, row_bytes);
-    if (n > 2) _tile_stored(2, out + 2 * kLanes, row_bytes);
-    if (n > 3) _tile_stored(3, out + 3 * kLanes, row_bytes);
-  }
 };
 
 }  // namespace

@@ -91,12 +91,7 @@ struct Bf16Cache {
 
   // As `weight`, with a relative error of 9e-5, of what is rounded to 8 bits.
   static Floats short_weight(Floats x) {
-    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, 1);
-    Floats p = broadcast(7.70670473575592e-2f);
-    p = fma(p, f, broadcast(2.2764499485492706e-1f));
-    p = fma(p, f, broadcast(6.951167583465576e-1f));
-    p = fma(p, f, broadcast(1.0f));
-    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+    return power_of_two(x, {7.70670473575592e-2f, 2.2764499485492706e-1f, 6.951167583465576e-1f, 1});
   }
 
   // -infinity for scores [begin, end).

@@ -49,17 +49,6 @@ Product make_product(const LinearArgs& args, int64_t rows) {
 
 KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? silu(a) : gelu_tanh(a)) * b; }
 
-// The 16 columns from `column` on, of which n count, against those before them.
-KVERN_INLINE void find_largest(Largest& found, F32 v, int64_t column, int64_t n) {
-  I32 lane;
-  for (int i = 0; i < kLanes; i++) lane[i] = i;
-  if (n < kLanes) v = lane < (int32_t)n ? v : set1(-__builtin_inff());
-  const F32 best = load<F32>(found.value);
-  const I32 better = (v > best) | ((v != v) & (best == best));
-  store(found.value, better ? v : best);
-  store(found.column, better ? lane + (int32_t)column : load<I32>(found.column));
-}
-
 // Whether the result is converted for the next product: to floats, or to integers in blocks.
 KVERN_INLINE bool converts_to_floats(const LinearArgs& a) { return a.quantized.values && a.quantized.form == kFloats; }
 KVERN_INLINE bool converts_to_blocks(const LinearArgs& a) { return a.quantized.values && a.quantized.form != kFloats; }
@@ -91,7 +80,7 @@ void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t row
       }
       if (residual) v += load_at_most(residual + r * a.residual.stride, n);
       if (p.largest) {
-        find_largest(p.largest[row + r], v, column, n);
+        p.largest[row + r].offer(v, column, n);
       } else if (to_floats) {
         store_operands(floats, v);
         if (pad) store_operands(floats + kPanel, F32{});
@@ -281,10 +270,7 @@ void linear(const Op& op, const Step& step, int thread, int threads) {
   Product p = make_product(args, rows);
   if (args.finds_largest && step.largest_only) {
     p.largest = largest_of(step.scratch[thread]);
-    for (int64_t r = 0; r < rows; r++) {
-      store(p.largest[r].value, set1(-__builtin_inff()));
-      store(p.largest[r].column, set1(kNoColumn));
-    }
+    for (int64_t r = 0; r < rows; r++) p.largest[r] = Largest{};
   }
   if (rows >= kRowsToDivide * threads) {
     p.first_row = rows * thread / threads;

@@ -16,6 +16,7 @@
 // that are at hand.
 #pragma once
 
+#include "largest.h"
 #include "records.h"
 
 namespace kvern {
@@ -28,7 +29,7 @@ constexpr int kMaxTileRows = 32;
 constexpr int64_t kPreparedBytes = int64_t(4) << 20;  // panels in the form the kernel reads
 constexpr int64_t kSumsBytes = int64_t(1) << 20;      // see Tile::sums
 constexpr int64_t kGateBytes = int64_t(2) << 20;      // see gate_across_panels
-static_assert(kPreparedBytes + kSumsBytes + kGateBytes + (int64_t)kLargestBytes <= (int64_t)kScratchBytes, "");
+static_assert(kPreparedBytes + kSumsBytes + kGateBytes + kLargestBytes <= (int64_t)kScratchBytes, "");
 static_assert(kPreparedBytes >= 2 * kMaxColumns * kPanel * 2, "two panels of bf16 fit");
 
 // What a kernel multiplies: a few rows of x with a few panels.

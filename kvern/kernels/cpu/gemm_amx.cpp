@@ -35,43 +35,29 @@ constexpr int64_t kLeastChunk = 128;
 
 constexpr int64_t kSlabGroups = 20;  // of two panels are 40 kB
 
-// Tiles 0-3 hold sums; of the others those before `first_w` x, and the rest W.
-KVERN_INLINE void configure(TileShape sums, TileShape x, int first_w, TileShape w) {
-  configure_tiles({sums, sums, sums, sums, x, first_w > 5 ? x : w, w, w});
-}
+// Behind the sums: x, then W.
+constexpr TileShape kPanelShape = {16, 64};
 
 int begin_square(int tallest) {
-  int height = (tallest + 1) / 2;
-  configure({height, 64}, {height, 64}, 6, {16, 64});
+  const int height = (tallest + 1) / 2;
+  const TileShape rows = {height, 64};
+  configure_tiles({rows, rows, rows, rows, rows, rows, kPanelShape, kPanelShape});
   return height;
 }
 
 int begin_wide(int tallest) {
-  configure({tallest, 64}, {tallest, 64}, 5, {16, 64});
+  const TileShape rows = {tallest, 64};
+  configure_tiles({rows, rows, rows, rows, rows, kPanelShape, kPanelShape, kPanelShape});
   return tallest;
 }
 
 int begin_int8(int tallest) {
-  configure({tallest, 64}, {tallest, kGroup}, 6, {kGroup / 4, 64});
+  const TileShape sums = {tallest, 64}, x = {tallest, kGroup}, w = {kGroup / 4, 64};
+  configure_tiles({sums, sums, sums, sums, x, x, w, w});
   return tallest;
 }
 
 void end() { _tile_release(); }
-
-KVERN_INLINE void zero_sums() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-
-// The sums of four panels, one beside the other.
-KVERN_INLINE void store_beside(float* y) {
-  _tile_stored(0, y, 256);
-  _tile_stored(1, y + 16, 256);
-  _tile_stored(2, y + 32, 256);
-  _tile_stored(3, y + 48, 256);
-}
 
 // Panels together with the rows of a tile are more than the nearest cache holds. What is used by one tile only is loaded
 // so that it does not drive out the rest: x, or, if there is but one tile of rows, the panels.
@@ -129,7 +115,7 @@ void bf16_wide(const Tile& t, float* y) {
     _tile_stream_loadd(5, t.panels[3] + group * 1024, 64);
     _tile_dpbf16ps(3, 4, 5);
   }
-  store_beside(y);
+  store_beside(y, 4 * kPanel * sizeof(float), 4);
 }
 
 // The same from packed panels, for steps of so few rows that unpacking takes longest: a group at a time through a buffer
@@ -159,7 +145,7 @@ void bf16_wide_packed(const Tile& t, float* y) {
     _tile_loadd(5, last[3], 64);
     _tile_dpbf16ps(3, 4, 5);
   }
-  store_beside(y);
+  store_beside(y, 4 * kPanel * sizeof(float), 4);
 }
 
 // One row of x with packed panels, without tiles: their instruction adds to y the sum of all even k of the group and that

@@ -220,14 +220,6 @@ struct ArgmaxArgs {  // of each row: where it is (the lowest index of equals), a
   float* value;
   int32_t finds_largest;  // x is the result of such a product
 };
-// What a thread's part of such a product has of a row, by lanes. They lie, row after row, in its scratch memory.
-struct Largest {
-  float value[16];
-  int32_t column[16];  // the lowest of equals; anything if that is -infinity
-};
-constexpr int32_t kNoColumn = INT32_MAX;
-constexpr size_t kLargestBytes = size_t(1) << 20;
-inline Largest* largest_of(uint8_t* scratch) { return (Largest*)(scratch + kScratchBytes - kLargestBytes); }
 // A row to sample: see kvern/sampling/sampler.py for what the parameters mean.
 struct SampleRow {
   const float* logits;  // [columns]

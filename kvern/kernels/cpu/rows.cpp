@@ -4,6 +4,7 @@
 // padded with zeros.
 #include "activations.h"
 #include "kernels.h"
+#include "largest.h"
 #include "quantize.h"
 #include "simd.h"
 
@@ -105,39 +106,22 @@ void quantize(const Op& op, const Step& step, int thread, int threads) {
 
 namespace {
 
-// The first largest of what is offered, NaN above all. If that is -infinity, all are, and the first is column 0.
+// The first largest of all that is offered, NaN above all.
 struct Peak {
   float value = -__builtin_inff();
   int32_t column = kNoColumn;
 
+  void offer(const Largest& found) {
+    for (int i = 0; i < kLanes; i++) offer(found.value[i], found.column[i]);
+  }
+
+ private:
   void offer(float v, int32_t i) {
     const bool nan = v != v, is_nan = value != value;
     if (is_nan && !nan) return;
     if ((nan && !is_nan) || v > value || ((v == value || (nan && is_nan)) && i < column)) value = v, column = i;
   }
-  void put(const ArgmaxArgs& a, int64_t row) const {
-    a.index[row] = value == -__builtin_inff() ? 0 : column;
-    a.value[row] = value;
-  }
 };
-
-Peak find_peak(const float* x, int64_t columns) {
-  I32 lane;
-  for (int i = 0; i < kLanes; i++) lane[i] = i;
-  F32 best = set1(-__builtin_inff());
-  I32 where = set1(kNoColumn);
-  int64_t k = 0;
-  for (; k + kLanes <= columns; k += kLanes) {
-    F32 v = load<F32>(x + k);
-    I32 better = (v > best) | ((v != v) & (best == best));
-    best = better ? v : best;
-    where = better ? lane + (int32_t)k : where;
-  }
-  Peak peak;
-  for (int i = 0; i < kLanes; i++) peak.offer(best[i], where[i]);
-  for (; k < columns; k++) peak.offer(x[k], (int32_t)k);
-  return peak;
-}
 
 }  // namespace
 
@@ -145,16 +129,18 @@ void argmax(const Op& op, const Step& step, int thread, int threads) {
   const ArgmaxArgs& a = op.argmax;
   Range r = part(num_rows(op, step), thread, threads);
   for (int64_t i = r.begin; i < r.end; i++) {
-    if (!a.finds_largest || !step.largest_only) {
-      find_peak(a.x.data + i * a.x.stride, a.columns).put(a, i);
-      continue;
-    }
     Peak peak;
-    for (int t = 0; t < threads; t++) {
-      const Largest& found = largest_of(step.scratch[t])[i];
-      for (int j = 0; j < kLanes; j++) peak.offer(found.value[j], found.column[j]);
+    if (a.finds_largest && step.largest_only) {
+      for (int t = 0; t < threads; t++) peak.offer(largest_of(step.scratch[t])[i]);
+    } else {
+      const float* x = a.x.data + i * a.x.stride;
+      Largest found;
+      for (int64_t k = 0; k < a.columns; k += kLanes) found.offer(load_at_most(x + k, a.columns - k), k, a.columns - k);
+      peak.offer(found);
     }
-    peak.put(a, i);
+    // If the largest is -infinity all are, and the first of them is column 0.
+    a.index[i] = peak.value == -__builtin_inff() ? 0 : peak.column;
+    a.value[i] = peak.value;
   }
 }
 

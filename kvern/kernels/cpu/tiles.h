@@ -34,6 +34,22 @@ KVERN_INLINE void configure_tiles(const TileShape (&shapes)[8]) {
   _tile_loadconfig(&config);
 }
 
+// Tiles 0 to 3 hold sums, for all that is computed here.
+KVERN_INLINE void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// The first n of them, 16 columns each, one beside the other.
+KVERN_INLINE void store_beside(float* out, int64_t row_bytes, int n) {
+  _tile_stored(0, out, row_bytes);
+  if (n > 1) _tile_stored(1, out + kLanes, row_bytes);
+  if (n > 2) _tile_stored(2, out + 2 * kLanes, row_bytes);
+  if (n > 3) _tile_stored(3, out + 3 * kLanes, row_bytes);
+}
+
 // The unit that multiplies tiles falls asleep when it has had nothing to do for about 400 ns, and takes 300 ns to wake
 // up, longer after a longer sleep. To be called at shorter intervals by who is busy with other things in between. (Not
 // too often: vector instructions take twice as long beside it.) Multiplies tiles 4 and 6 and leaves anything in tile 0.
