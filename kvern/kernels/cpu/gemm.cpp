@@ -53,42 +53,75 @@ KVERN_INLINE F32 gated(int32_t gate, F32 a, F32 b) { return (gate == kSilu ? sil
 KVERN_INLINE bool converts_to_floats(const LinearArgs& a) { return a.quantized.values && a.quantized.form == kFloats; }
 KVERN_INLINE bool converts_to_blocks(const LinearArgs& a) { return a.quantized.values && a.quantized.form != kFloats; }
 
-// Sums y[rows][stride], of so many panels from `unit` on, to `out`.
-void finish(const Product& p, int64_t unit, int panels, int64_t row, int64_t rows, const float* y, int64_t stride) {
+// A unit's sums for some rows, y[rows][stride], and where they go.
+struct Results : Unfinished {
+  const Product* p;
+  const float* y;
+  int64_t stride;
+  int64_t row, column;   // of the first
+  int64_t columns[2];    // of the panels; with a gate there is one
+  bool pad;              // the next product's input has 16 columns more
+  F32 bias[2];
+};
+
+Results results_of(const Product& p, int64_t unit, int64_t row, int64_t rows, const float* y, int64_t stride) {
   const LinearArgs& a = p.args;
-  const int64_t columns = p.half ? a.weight.out / 2 : a.weight.out;
-  for (int i = 0; i < panels; i += p.half ? 2 : 1, y += (p.half ? 2 : 1) * kPanel) {
-    const int64_t column = panel_index(p, unit, i) * kPanel;
-    const int64_t n = least(columns - column, kPanel);
-    if (n <= 0) return;
+  const int64_t columns = p.half ? a.weight.out / 2 : a.weight.out, column = panel_index(p, unit, 0) * kPanel;
+  Results s;
+  s.rows = (int)rows;
+  s.p = &p;
+  s.y = y;
+  s.stride = stride;
+  s.row = row;
+  s.column = column;
+  s.columns[0] = least(columns - column, kPanel);
+  s.columns[1] = p.half ? 0 : least(columns - column - kPanel, kPanel);
+  s.pad = converts_to_floats(a) && column + kPanel == columns && columns < a.quantized.columns;
+  if (a.bias) {
     // Halves are whole panels.
-    const F32 bias = a.bias ? load_at_most(a.bias + column, n) : F32{};
-    const F32 gate_bias = a.bias && p.half ? load<F32>(a.bias + columns + column) : F32{};
-    float* out = a.out.data + row * a.out.stride + column - p.origin;
-    const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + column : nullptr;
-    // The next product's input in floats needs no more than these columns; what is made of whole blocks: `convert`.
-    const bool to_floats = converts_to_floats(a);
-    const bool pad = to_floats && column + kPanel == columns && columns < a.quantized.columns;
-    Operand* floats = to_floats ? (Operand*)a.quantized.values + row * a.quantized.columns + column : nullptr;
-    for (int64_t r = 0; r < rows; r++, out += a.out.stride) {
-      F32 v = load<F32>(y + r * stride);
-      if (a.bias) v += bias;
-      if (p.half) {
-        F32 b = load<F32>(y + r * stride + kPanel);
-        if (a.bias) b += gate_bias;
+    s.bias[0] = load_at_most(a.bias + column, s.columns[0]);
+    if (p.half)
+      s.bias[1] = load<F32>(a.bias + columns + column);
+    else if (s.columns[1] > 0)
+      s.bias[1] = load_at_most(a.bias + column + kPanel, s.columns[1]);
+  }
+  return s;
+}
+
+// Rows [first, last) of them to `out`. A few at a time, so what does not depend on the row is in `results_of`.
+void finish(const Unfinished& unfinished, int first, int last) {
+  const Results& s = (const Results&)unfinished;
+  const LinearArgs& a = s.p->args;
+  const bool gate = s.p->half != 0, to_floats = converts_to_floats(a);
+  const float* y = s.y + first * s.stride;
+  int64_t row = s.row + first;
+  float* out = a.out.data + row * a.out.stride + s.column - s.p->origin;
+  const float* residual = a.residual.data ? a.residual.data + row * a.residual.stride + s.column : nullptr;
+  Operand* operands = to_floats ? (Operand*)a.quantized.values + row * a.quantized.columns + s.column : nullptr;
+  for (const int64_t end = s.row + last; row < end; row++) {
+    for (int i = 0; i < 2; i++) {
+      const int64_t n = s.columns[i];
+      if (n <= 0) break;
+      F32 v = load<F32>(y + i * kPanel);
+      if (a.bias) v += s.bias[i];
+      if (gate) {
+        F32 b = load<F32>(y + kPanel);
+        if (a.bias) b += s.bias[1];
         v = gated(a.gate, v, b);
       }
-      if (residual) v += load_at_most(residual + r * a.residual.stride, n);
-      if (p.largest) {
-        p.largest[row + r].offer(v, column, n);
-      } else if (to_floats) {
-        store_operands(floats, v);
-        if (pad) store_operands(floats + kPanel, F32{});
-        floats += a.quantized.columns;
-      } else {
-        store_at_most(out, v, n);
-      }
+      if (residual) v += load_at_most(residual + i * kPanel, n);
+      if (s.p->largest)
+        s.p->largest[row].offer(v, s.column + i * kPanel, n);
+      else if (to_floats)  // which has room for whole panels
+        store_operands(operands + i * kPanel, v);
+      else
+        store_at_most(out + i * kPanel, v, n);
     }
+    if (s.pad) store_operands(operands + kPanel, F32{});
+    y += s.stride;
+    out += a.out.stride;
+    if (residual) residual += a.residual.stride;
+    if (to_floats) operands += a.quantized.columns;
   }
 }
 
@@ -161,12 +194,18 @@ void look_ahead(const Product& p, const Method& m, int64_t unit, int64_t tile, i
 }
 
 void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t last, uint8_t* scratch, int height) {
-  alignas(64) float one_tile[kMaxTileRows * kMaxPanels * kPanel];
+  constexpr int kTileSums = kMaxTileRows * kMaxPanels * kPanel;
+  alignas(64) float one_tile[2 * kTileSums];
   uint8_t* sums = scratch + kPreparedBytes;
   Tile t{};
   t.x = &p.args.x;
   t.groups = p.args.weight.in / kGroup;
   t.height = height;
+  Results before;
+  before.rows = 0;
+  t.before = &before;
+  t.finish = finish;
+  const bool later = m.finishes && !converts_to_blocks(p.args);
   const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows), stride = m.panels * kPanel;
   const int64_t slabs = tiles > 1 && m.slab_groups ? divide_up(t.groups, m.slab_groups) : 1;
   t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
@@ -184,14 +223,22 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
       t.end = t.groups * (slab + 1) / slabs;
       t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
       look_ahead(p, m, unit, i, tiles, t);
-      float* y = slabs == 1 ? one_tile : (float*)sums + i * m.tile_rows * stride;
+      // Where the sums of the tile before are not.
+      float* y = slabs == 1 ? one_tile + pass % 2 * kTileSums : (float*)sums + i * m.tile_rows * stride;
       m.kernels[t.rows - 1](t, y);
+      before.rows = 0;
       if (slab + 1 < slabs) continue;
+      y += (start - from) * stride;
       const int64_t units = least(m.panels / 2, p.last_unit - unit);
-      finish(p, unit, (int)units * 2, first + start, stop - start, y + (start - from) * stride, stride);
+      for (int64_t u = 0; u < units; u++) {
+        before = results_of(p, unit + u, first + start, stop - start, y + u * 2 * kPanel, stride);
+        if (!later) finish(before, 0, before.rows);
+      }
+      if (!later) before.rows = 0;
       if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
     }
   }
+  finish(before, 0, before.rows);
 }
 
 void multiply(const Product& p, uint8_t* scratch) {

@@ -7,6 +7,7 @@
 //         for each tile of rows                       the slab's part of the panels stays in the nearest cache
 //           kernel: y[rows][panels * 16], over the slab
 //           finish, after the last slab: bias, gate, residual, store; with a gate the conversion for the next product
+//                    (or while the kernel computes the next tile: Method::finishes)
 //
 // Threads divide the panels, so that each weight is read once, or if rows are many the rows, so that a thread finds in
 // its own cache what the operation before it wrote there; never k. A kernel adds up each output in one order of k whatever
@@ -32,6 +33,11 @@ constexpr int64_t kGateBytes = int64_t(2) << 20;      // see gate_across_panels
 static_assert(kPreparedBytes + kSumsBytes + kGateBytes + kLargestBytes <= (int64_t)kScratchBytes, "");
 static_assert(kPreparedBytes >= 2 * kMaxColumns * kPanel * 2, "two panels of bf16 fit");
 
+// The sums of a tile, some of whose rows are still to be finished.
+struct Unfinished {
+  int rows;
+};
+
 // What a kernel multiplies: a few rows of x with a few panels.
 struct Tile {
   const uint8_t* panels[kMaxPanels];
@@ -47,6 +53,9 @@ struct Tile {
   // numbers, of which the first half are the scales of the rows from this tile's first one on.
   const uint8_t* sums;
   int64_t sums_stride;
+  // Method::finishes: the tile before, whose rows [first, last) `finish` finishes.
+  const Unfinished* before;
+  void (*finish)(const Unfinished& before, int first, int last);
   // What to prefetch while computing: so many lines of each with each group of k.
   const uint8_t* ahead[kMaxPanels];
   int64_t ahead_lines;
@@ -72,6 +81,7 @@ struct Method {
   bool by_group = false;     // see there
   int offset = 0;
   bool minimum = false;
+  bool finishes = false;     // kernels call Tile::finish for all rows of the tile before
   TileKernel kernels[kMaxTileRows] = {};  // by the tile's rows - 1
   // From packed to the form the kernel reads; null if that is the packed one.
   void (*prepare)(const uint8_t* panel, int64_t groups, uint8_t* out) = nullptr;

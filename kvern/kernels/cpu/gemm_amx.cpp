@@ -59,6 +59,9 @@ int begin_int8(int tallest) {
 
 void end() { _tile_release(); }
 
+// A few rows of the tile before are finished with each group: while tiles are multiplied the vector units have nothing to
+// do.
+//
 // Panels together with the rows of a tile are more than the nearest cache holds. What is used by one tile only is loaded
 // so that it does not drive out the rest: x, or, if there is but one tile of rows, the panels.
 template <bool one_tile>
@@ -74,6 +77,8 @@ void bf16_square(const Tile& t, float* y) {
     _tile_loadd(2, y + below * 32, 128);
     _tile_loadd(3, y + below * 32 + 16, 128);
   }
+  const int rows_a_group = (int)((t.before->rows + t.end - t.begin - 1) / (t.end - t.begin));
+  int done = 0;
   for (int64_t group = t.begin; group < t.end; group++) {
     Tile::prefetch_ahead<2>(t, group);
     if constexpr (one_tile) {
@@ -91,6 +96,11 @@ void bf16_square(const Tile& t, float* y) {
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    if (done < t.before->rows) {
+      const int next = done + rows_a_group < t.before->rows ? done + rows_a_group : t.before->rows;
+      t.finish(*t.before, done, next);
+      done = next;
+    }
   }
   _tile_stored(0, y, 128);
   _tile_stored(1, y + 16, 128);
@@ -279,6 +289,7 @@ void use_amx_bf16(const PackedWeight& weight, int64_t rows, Method& m) {
   m.tile_rows = 32;
   m.begin = begin_square;
   m.slab_groups = kSlabGroups;
+  m.finishes = true;
   for (TileKernel& kernel : m.kernels) kernel = rows > m.tile_rows ? bf16_square<false> : bf16_square<true>;
 }
 
