@@ -44,7 +44,7 @@ using Bf16Kernels = Bf16Tiles;
 using Bf16Kernels = Bf16;
 #endif
 
-// Partials of the `rows` rows of a block, `row` being the first one in the tile.
+// Partials of the `rows` rows of a block, `row` being the first one in the tile. Complete even for a row that sees nothing.
 template <class F>
 void compute_block(const Context& c, const Tile& tile, const Pages& pages, const Block& b, int row, int rows,
                    float* partials) {
@@ -56,7 +56,9 @@ void compute_block(const Context& c, const Tile& tile, const Pages& pages, const
     largest(partials + r * c.row_floats(), b.head_dim) = seen[r].any() ? F::mask_scores(b, r, seen[r]) : kNothing;
   for (int r = 0; r < rows; r++) {
     F::stay_awake(r);
-    seen[r].any() ? F::weigh(b, r, seen[r], partials + r * c.row_floats()) : F::weigh_nothing(b, r);
+    float* partial = partials + r * c.row_floats();
+    total(partial, b.head_dim) = 0;
+    seen[r].any() ? F::weigh(b, r, seen[r], partial) : F::weigh_nothing(b, r);
   }
   F::values(b, rows, partials);
 }
@@ -89,14 +91,22 @@ void merge(float* state, float* partial, int head_dim) {
   total(state, head_dim) = total(state, head_dim) * fade[0] + total(partial, head_dim) * share[0];
 }
 
-// The partials of a piece: to `slot`, or merged into the rows' state if that is null. `next`: see Cursor.
+// Partials of `rows` rows that have seen nothing.
+void clear(float* partials, int rows, int head_dim) {
+  for (int r = 0; r < rows; r++, partials += partial_floats(head_dim)) {
+    memset(partials, 0, partial_floats(head_dim) * 4);
+    largest(partials, head_dim) = kNothing;
+  }
+}
+
+// The partials of a piece: to `to`, or merged into the rows' state if that is null. `next`: see Cursor.
 template <class F>
-void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit* next, Cursor* cursor, float* slot) {
+void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit* next, Cursor* cursor, float* to) {
   Pages pages;
   list_pages(c, tile, piece, &pages);
   const int floats = c.row_floats(), head_dim = c.args.cache.head_dim;
   if (pages.count == 0) {
-    for (int r = 0; slot && r < piece.rows; r++) largest(slot + r * floats, head_dim) = kNothing;
+    if (to) clear(to, piece.rows, head_dim);
     return;
   }
   Block b;
@@ -115,12 +125,12 @@ void compute_piece(Context& c, const Tile& tile, const Piece& piece, const Unit*
   Ahead ahead = {b.ahead, taken, c.head_bytes, 0};
   for (int r = 0; r < piece.rows;) {
     const int n = part(r, piece.rows, kBlockRows), row = piece.row + r;
-    float* partials = slot ? slot + r * floats : c.work.partial;
+    float* partials = to ? to + r * floats : c.work.partial;
     b.next = r == 0 && tile.strand->tiles == 1 ? &ahead : nullptr;  // of more tiles, one has just used them
     b.queries = c.work.queries + (int64_t)row * kQueryStride;
     b.query_scales = c.work.query_scales + row;
     compute_block<F>(c, tile, pages, b, row, n, partials);
-    for (int i = 0; !slot && i < n; i++)
+    for (int i = 0; !to && i < n; i++)
       merge(c.work.state + (int64_t)(row + i) * floats, partials + i * floats, head_dim);
     r += n;
   }
@@ -140,15 +150,6 @@ void set_queries(const Context& c, const Tile& tile) {
   for (int r = 0; r < tile.queries * c.group; r++)
     F::set_query(c.args.q.data + row_offset(c, tile, r, c.args.q.stride), factor, c.args.cache.head_dim,
                  c.work.queries + (int64_t)r * kQueryStride, c.work.query_scales + r);
-}
-
-void clear_state(const Context& c, const Tile& tile) {
-  const int head_dim = c.args.cache.head_dim;
-  for (int r = 0; r < tile.queries * c.group; r++) {
-    float* state = c.work.state + (int64_t)r * c.row_floats();
-    memset(state, 0, c.row_floats() * 4);
-    largest(state, head_dim) = kNothing;
-  }
 }
 
 // `columns` of an activation that start `offset` values behind its first one, as an activation of one row.
@@ -174,7 +175,7 @@ void write_out(const Context& c, const Tile& tile) {
 
 void merge_slots(const Context& c, const Unit& unit) {
   const Tile& tile = unit.tile;
-  clear_state(c, tile);
+  clear(c.work.state, tile.queries * c.group, c.args.cache.head_dim);
   for (int i = 0; i < tile.strand->pieces; i++) {
     const Piece piece = piece_of(c, tile, i);
     for (int r = 0; r < piece.rows; r++)
@@ -193,10 +194,11 @@ void compute_unit(Context& c, const Unit& unit, const Unit* next, Cursor* cursor
     cursor->page = cursor->pages.count;
   }
   set_queries<F>(c, tile);
-  if (!split) clear_state(c, tile);
   for (int i = 0; i < unit.pieces; i++) {
     const Piece piece = piece_of(c, tile, unit.piece + i);
-    compute_piece<F>(c, tile, piece, next, cursor, split ? c.slot(unit.first_slot + unit.piece) : nullptr);
+    // The first piece has all rows, and what it gives is what merging it into nothing would.
+    float* to = split ? c.slot(unit.first_slot + unit.piece) : i == 0 ? c.work.state : nullptr;
+    compute_piece<F>(c, tile, piece, next, cursor, to);
   }
   if (split) {
     const int before = __atomic_fetch_add(c.finished(unit.split_tile), 1, __ATOMIC_ACQ_REL);
