@@ -223,6 +223,19 @@ def test_every_context_length(isa, kind):
         assert np.array_equal(attend(isa, cache, decodes, q, window, threads=3), seen)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_what_earlier_steps_left_in_memory_stays_out(isa, kind, window):
+    """Also of rows that see nothing of the first chunk that their tile sees."""
+    rng = np.random.default_rng(12)
+    length, q_len = CHUNK + 60, 60
+    cache = Cache(rng, kind, length // PAGE + 2, PAGE, 1, 64)
+    sequence = new_sequence(isa, rng, cache, length)
+    q = normal(rng, q_len, 3 * 64)
+    attend(isa, cache, [sequence.segment(q_len)], np.full_like(q, np.nan), window)
+    got = attend(isa, cache, [sequence.segment(q_len)], q, window)
+    assert error(got, oracle(cache, sequence, q, length, window)) < TOLERANCE[kind]
+
+
 @pytest.mark.parametrize("window", [0, 3000])
 def test_long_contexts_are_split_over_threads(isa, kind, window):
     rng = np.random.default_rng(2)

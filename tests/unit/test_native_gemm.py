@@ -211,6 +211,20 @@ def test_long_rows(isa, name, columns):
     check_rows_independent(isa, x, weight, whole)
 
 
+@pytest.mark.parametrize("name", ["BF16", "Q4_1"])
+def test_rows_too_long_for_the_cache(isa, name):
+    """With tiles, sums are kept for a band of columns at a time; here there are more than one band of them."""
+    rng = np.random.default_rng(11)
+    columns, rows = 2112, 300
+    weight = Weight(isa, name, make_weight(rng, name, 1100, columns), columns, "floats")
+    x = Activations(isa, rng.standard_normal((rows, columns), dtype=np.float32), "floats")
+    values = weight.value.astype(np.float64)
+    whole = product(isa, x, weight, rows=rows)
+    assert_near(whole, x.value @ values.T, np.abs(x.value) @ np.abs(values.T))
+    for some, first in ((1, 0), (20, 270), (60, 100)):
+        assert same_bits(product(isa, x, weight, rows=some, first=first), whole[first : first + some])
+
+
 @pytest.mark.parametrize("name", ["BF16", "Q4_0", "Q6_K"])
 def test_numbers_too_small_to_be_normal(isa, name):
     """Some instructions take them for 0, others do not: one row must be treated like many."""

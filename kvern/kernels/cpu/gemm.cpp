@@ -166,7 +166,7 @@ void make_sums(const Activation& x, const Method& m, int64_t first, int64_t last
   }
 }
 
-// Point `t` at the panels of a group, prepared if need be.
+// Point `t` at the unit's panels, of which its groups are prepared if need be.
 void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scratch, Tile& t) {
   for (int i = 0; i < m.panels; i++) {
     // A kernel takes so many panels; where there are no more it gets the last one again, and `finish` drops it.
@@ -174,28 +174,52 @@ void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scrat
     t.panels[i] = p.args.weight.panels + index * p.panel_bytes;
     if (m.prepare) {
       uint8_t* prepared = scratch + i * m.prepared_bytes;
-      m.prepare(t.panels[i], t.groups, prepared);
+      m.prepare(t.panels[i], t.begin, t.end, prepared);
       t.panels[i] = prepared;
     }
   }
 }
 
-// What tile number `tile` of `tiles` prefetches.
-void look_ahead(const Product& p, const Method& m, int64_t unit, int64_t tile, int64_t tiles, Tile& t) {
-  const int64_t next = unit + m.panels / 2;
+// Groups [begin, end) of a unit's panels; none if they are equal.
+struct Part {
+  int64_t unit, begin, end;
+};
+
+// What tile number `tile` of `tiles` prefetches: of the part that comes next, or where one tile reads a long panel, of what
+// follows there.
+void look_ahead(const Product& p, const Method& m, int64_t unit, Part next, int64_t tile, int64_t tiles, Tile& t) {
+  const int64_t calls = t.end - t.begin;
   const bool same = tiles == 1 && p.panel_bytes > kShortPanel;
-  t.ahead_lines = divide_up(p.panel_bytes / 64, tiles * t.groups);
-  const int64_t start = tile * t.groups * t.ahead_lines * 64;
-  if ((same && m.prepare) || (!same && next >= p.last_unit) || start >= p.panel_bytes) t.ahead_lines = 0;
+  if (same) next = {unit, 0, m.prepare ? 0 : t.groups};
+  const int64_t from = same ? kAheadBytes : p.panel_bytes * next.begin / t.groups / 64 * 64;
+  const int64_t lines = p.panel_bytes * (next.end - next.begin) / t.groups / 64;
+  t.ahead_lines = divide_up(lines, tiles * calls);
+  const int64_t start = tile * calls * t.ahead_lines;
+  if (start >= lines) t.ahead_lines = 0;
   for (int i = 0; i < m.panels; i++) {
-    int64_t index = least(panel_index(p, same ? unit : next, i), p.panels - 1);
-    t.ahead[i] = p.args.weight.panels + index * p.panel_bytes + (same ? kAheadBytes : start);
+    int64_t index = least(panel_index(p, next.unit, i), p.panels - 1);
+    t.ahead[i] = p.args.weight.panels + index * p.panel_bytes + from + (start - t.begin * t.ahead_lines) * 64;
   }
 }
 
+// The part after (unit, slab) in the order in which those of the band [first, last) are computed; then the next band's.
+Part part_after(const Product& p, const Method& m, int64_t first, int64_t last, int64_t unit, int64_t slab, int64_t slabs) {
+  const int64_t groups = p.args.weight.in / kGroup;
+  unit += m.panels / 2;
+  if (unit >= last) {
+    slab++;
+    unit = first;
+  }
+  if (slab == slabs) {
+    slab = 0;
+    unit = last;
+  }
+  if (unit >= p.last_unit) return {unit, 0, 0};
+  return {unit, groups * slab / slabs, groups * (slab + 1) / slabs};
+}
+
 void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t last, uint8_t* scratch, int height) {
-  constexpr int kTileSums = kMaxTileRows * kMaxPanels * kPanel;
-  alignas(64) float one_tile[2 * kTileSums];
+  alignas(64) float one_tile[kMaxTileRows * kMaxPanels * kPanel];
   uint8_t* sums = scratch + kPreparedBytes;
   Tile t{};
   t.x = &p.args.x;
@@ -208,34 +232,39 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
   const bool later = m.finishes && !converts_to_blocks(p.args);
   const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows), stride = m.panels * kPanel;
   const int64_t slabs = tiles > 1 && m.slab_groups ? divide_up(t.groups, m.slab_groups) : 1;
+  const int64_t step = m.panels / 2, band_units = slabs > 1 ? m.band_units : step;
   t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
   if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
-  for (int64_t unit = p.first_unit; unit < p.last_unit; unit += m.panels / 2) {
-    take_panels(p, m, unit, scratch, t);
-    for (int64_t pass = 0; pass < slabs * tiles; pass++) {
-      const int64_t slab = pass / tiles, i = pass % tiles;
-      int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
-      const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
-      const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
-      t.row = first + from;
-      t.rows = (int)(stop - from);
+  for (int64_t band = p.first_unit; band < p.last_unit; band += band_units) {
+    const int64_t band_end = least(band + band_units, p.last_unit);
+    for (int64_t slab = 0; slab < slabs; slab++) {
       t.begin = t.groups * slab / slabs;
       t.end = t.groups * (slab + 1) / slabs;
-      t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
-      look_ahead(p, m, unit, i, tiles, t);
-      // Where the sums of the tile before are not.
-      float* y = slabs == 1 ? one_tile + pass % 2 * kTileSums : (float*)sums + i * m.tile_rows * stride;
-      m.kernels[t.rows - 1](t, y);
-      before.rows = 0;
-      if (slab + 1 < slabs) continue;
-      y += (start - from) * stride;
-      const int64_t units = least(m.panels / 2, p.last_unit - unit);
-      for (int64_t u = 0; u < units; u++) {
-        before = results_of(p, unit + u, first + start, stop - start, y + u * 2 * kPanel, stride);
-        if (!later) finish(before, 0, before.rows);
+      for (int64_t unit = band; unit < band_end; unit += step) {
+        const Part next = part_after(p, m, band, band_end, unit, slab, slabs);
+        take_panels(p, m, unit, scratch, t);
+        for (int64_t i = 0; i < tiles; i++) {
+          int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
+          const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
+          const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
+          t.row = first + from;
+          t.rows = (int)(stop - from);
+          t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
+          look_ahead(p, m, unit, next, i, tiles, t);
+          float* y = slabs == 1 ? one_tile : (float*)sums + ((unit - band) * tiles + i) * m.tile_rows * stride;
+          m.kernels[t.rows - 1](t, y);
+          before.rows = 0;
+          if (slab + 1 < slabs) continue;
+          y += (start - from) * stride;
+          const int64_t units = least(step, p.last_unit - unit);
+          for (int64_t u = 0; u < units; u++) {
+            before = results_of(p, unit + u, first + start, stop - start, y + u * 2 * kPanel, stride);
+            if (!later) finish(before, 0, before.rows);
+          }
+          if (!later) before.rows = 0;
+          if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
+        }
       }
-      if (!later) before.rows = 0;
-      if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
     }
   }
   finish(before, 0, before.rows);

@@ -1,13 +1,15 @@
 // The matrix product's frame: which panels and rows a kernel sees, and what becomes of its sums.
 //
 //   for each chunk of rows                            (one, unless its activations would fall out of the cache)
-//     for each group of panels of this thread         W streams through the cache once
-//       [bring the group to the form the kernel reads, in scratch memory]
+//     for each band of units of this thread           (a unit, unless so few rows would fit that bands are better: then
+//                                                      a slab of all rows stays in the cache, and the sums of the band)
 //       for each slab of k                            (one, unless panels are too long for the nearest cache)
-//         for each tile of rows                       the slab's part of the panels stays in the nearest cache
-//           kernel: y[rows][panels * 16], over the slab
-//           finish, after the last slab: bias, gate, residual, store; with a gate the conversion for the next product
-//                    (or while the kernel computes the next tile: Method::finishes)
+//         for each group of panels of the band        W streams through the cache once
+//           [bring the slab to the form the kernel reads, in scratch memory]
+//           for each tile of rows                     the slab's part of the panels stays in the nearest cache
+//             kernel: y[rows][panels * 16], over the slab
+//             finish, after the last slab: bias, gate, residual, store; with a gate the conversion for the next product
+//                      (or while the kernel computes the next tile: Method::finishes)
 //
 // Threads divide the panels, so that each weight is read once, or if rows are many the rows, so that a thread finds in
 // its own cache what the operation before it wrote there; never k. A kernel adds up each output in one order of k whatever
@@ -70,6 +72,9 @@ struct Tile {
 // Sums of the tile, [rows][panels * 16].
 using TileKernel = void (*)(const Tile& tile, float* y);
 
+// Groups [begin, end) of a packed panel to their places in `out`, which has room for all.
+using Prepare = void (*)(const uint8_t* panel, int64_t begin, int64_t end, uint8_t* out);
+
 // How to compute a product: chosen by the forms of the operands and the number of rows.
 struct Method {
   int panels = 2;            // at once: 2 or 4
@@ -77,14 +82,15 @@ struct Method {
   int64_t chunk_rows = 0;    // at most, 0 for no limit
   bool full_tiles = false;   // all tiles have `tile_rows` rows, the last overlaps the one before
   int64_t slab_groups = 0;   // not 0: tiles read at most so many groups at a time, see the frame
+  int64_t band_units = 1;    // with slabs: units in a band; kSumsBytes hold the sums of a chunk of rows for all of them
   int sums_per_group = 0;    // blocks: a row's numbers in the table of Tile::sums; 2 if a group has two scales, or by_group
   bool by_group = false;     // see there
   int offset = 0;
   bool minimum = false;
-  bool finishes = false;     // kernels call Tile::finish for all rows of the tile before
+  bool finishes = false;     // kernels, of two panels, call Tile::finish for all rows of the tile before, then write y
   TileKernel kernels[kMaxTileRows] = {};  // by the tile's rows - 1
   // From packed to the form the kernel reads; null if that is the packed one.
-  void (*prepare)(const uint8_t* panel, int64_t groups, uint8_t* out) = nullptr;
+  Prepare prepare = nullptr;
   int64_t prepared_bytes = 0;  // of a panel
   // Before the first and after the last tile, given the rows of the tallest; returns Tile::height.
   int (*begin)(int tallest) = nullptr;
@@ -99,7 +105,6 @@ void use_amx(const LinearArgs& args, int64_t rows, Method& method);
 #endif
 
 // To bf16 panels; null for a type that is bf16.
-using Prepare = void (*)(const uint8_t* panel, int64_t groups, uint8_t* out);
 Prepare prepare_bf16(int32_t type);
 
 // `f` called with each quantised type as a template argument: f.template operator()<type>().

@@ -35,6 +35,10 @@ constexpr int64_t kLeastChunk = 128;
 
 constexpr int64_t kSlabGroups = 20;  // of two panels are 40 kB
 
+// Of rows so long that fewer than these fit there, a slab stays instead, with the sums of a band of units.
+constexpr int64_t kBandRows = 256;
+constexpr int64_t kBandUnits = kSumsBytes / (kBandRows * 2 * kPanel * sizeof(float));
+
 // Behind the sums: x, then W.
 constexpr TileShape kPanelShape = {16, 64};
 
@@ -299,6 +303,10 @@ void use_amx(const LinearArgs& args, int64_t rows, Method& m) {
   if (args.x.form == kFloats) {
     use_amx_bf16(args.weight, rows, m);
     m.chunk_rows = chunk(args.x.columns * 2);
+    if (m.slab_groups && m.chunk_rows < kBandRows && rows > m.chunk_rows) {
+      m.chunk_rows = kBandRows;
+      m.band_units = kBandUnits;
+    }
   } else if (rows < kInt8Rows || args.weight.type == kQ6_K || args.x.form == kInt16) {
     use_blocks(args.x.form, args.weight, rows, m);
   } else {

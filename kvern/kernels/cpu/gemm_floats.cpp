@@ -56,8 +56,8 @@ void floats_tile(const Tile& t, float* y) {
 }
 
 template <int type>
-void prepare(const uint8_t* panel, int64_t groups, uint8_t* out) {
-  for (int64_t i = 0; i < groups; i++) unpack_group<type>(panel, i, out + i * kGroupOfBf16);
+void prepare(const uint8_t* panel, int64_t begin, int64_t end, uint8_t* out) {
+  for (int64_t i = begin; i < end; i++) unpack_group<type>(panel, i, out + i * kGroupOfBf16);
 }
 
 struct PrepareOf {

@@ -29,9 +29,10 @@ template <int type>
 using UnpackedOf = Unpacked<Record<type>::kMinimum, Record<type>::kHalves, Record<type>::kBits == 8 ? 8 : 4>;
 
 template <int type>
-void unpack(const uint8_t* panel, int64_t groups, uint8_t* out) {
+void unpack(const uint8_t* panel, int64_t begin, int64_t end, uint8_t* out) {
   using R = Record<type>;
-  for (int64_t i = 0; i < groups; i++, out += UnpackedOf<type>::kBytes) {
+  out += begin * UnpackedOf<type>::kBytes;
+  for (int64_t i = begin; i < end; i++, out += UnpackedOf<type>::kBytes) {
     const uint8_t* record = R::record(panel, i);
     const int group = i % R::kGroups;
 #pragma GCC unroll 4
