@@ -57,8 +57,12 @@ void compute_block(const Context& c, const Tile& tile, const Pages& pages, const
   for (int r = 0; r < rows; r++) {
     F::stay_awake(r);
     float* partial = partials + r * c.row_floats();
-    total(partial, b.head_dim) = 0;
-    seen[r].any() ? F::weigh(b, r, seen[r], partial) : F::weigh_nothing(b, r);
+    if (seen[r].any()) {
+      F::weigh(b, r, seen[r], partial);
+    } else {
+      F::weigh_nothing(b, r);
+      total(partial, b.head_dim) = 0;
+    }
   }
   F::values(b, rows, partials);
 }

@@ -15,9 +15,6 @@ constexpr int64_t kAheadBytes = 4096;
 // From so many rows for each thread on, threads divide the rows.
 constexpr int64_t kRowsToDivide = 64;
 
-KVERN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-KVERN_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The part of a product that one thread computes.
 struct Product {
   LinearArgs args;
@@ -180,42 +177,40 @@ void take_panels(const Product& p, const Method& m, int64_t unit, uint8_t* scrat
   }
 }
 
-// Groups [begin, end) of a unit's panels; none if they are equal.
-struct Part {
-  int64_t unit, begin, end;
+// How a chunk of rows goes over its units and over k: each band's units for one slab after the other.
+struct Course {
+  int64_t step, band_units, slabs;
 };
+
+// A unit and a slab of its panels; the last one is followed by Product::last_unit.
+struct Part {
+  int64_t band, slab, unit;
+};
+
+Part part_after(const Product& p, const Course& course, Part part) {
+  const int64_t end = least(part.band + course.band_units, p.last_unit);
+  part.unit += course.step;
+  if (part.unit < end) return part;
+  if (part.slab + 1 < course.slabs) return {part.band, part.slab + 1, part.band};
+  return {end, 0, end};
+}
 
 // What tile number `tile` of `tiles` prefetches: of the part that comes next, or where one tile reads a long panel, of what
 // follows there.
-void look_ahead(const Product& p, const Method& m, int64_t unit, Part next, int64_t tile, int64_t tiles, Tile& t) {
+void look_ahead(const Product& p, const Method& m, const Course& course, Part now, Part next, int64_t tile, int64_t tiles,
+                Tile& t) {
   const int64_t calls = t.end - t.begin;
   const bool same = tiles == 1 && p.panel_bytes > kShortPanel;
-  if (same) next = {unit, 0, m.prepare ? 0 : t.groups};
-  const int64_t from = same ? kAheadBytes : p.panel_bytes * next.begin / t.groups / 64 * 64;
-  const int64_t lines = p.panel_bytes * (next.end - next.begin) / t.groups / 64;
+  const bool none = same ? m.prepare != nullptr : next.unit >= p.last_unit;
+  const int64_t from = same ? kAheadBytes : p.panel_bytes * next.slab / course.slabs / 64 * 64;
+  const int64_t lines = none ? 0 : p.panel_bytes / course.slabs / 64;
   t.ahead_lines = divide_up(lines, tiles * calls);
   const int64_t start = tile * calls * t.ahead_lines;
   if (start >= lines) t.ahead_lines = 0;
   for (int i = 0; i < m.panels; i++) {
-    int64_t index = least(panel_index(p, next.unit, i), p.panels - 1);
+    int64_t index = least(panel_index(p, same ? now.unit : next.unit, i), p.panels - 1);
     t.ahead[i] = p.args.weight.panels + index * p.panel_bytes + from + (start - t.begin * t.ahead_lines) * 64;
   }
-}
-
-// The part after (unit, slab) in the order in which those of the band [first, last) are computed; then the next band's.
-Part part_after(const Product& p, const Method& m, int64_t first, int64_t last, int64_t unit, int64_t slab, int64_t slabs) {
-  const int64_t groups = p.args.weight.in / kGroup;
-  unit += m.panels / 2;
-  if (unit >= last) {
-    slab++;
-    unit = first;
-  }
-  if (slab == slabs) {
-    slab = 0;
-    unit = last;
-  }
-  if (unit >= p.last_unit) return {unit, 0, 0};
-  return {unit, groups * slab / slabs, groups * (slab + 1) / slabs};
 }
 
 void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t last, uint8_t* scratch, int height) {
@@ -231,40 +226,36 @@ void multiply_chunk(const Product& p, const Method& m, int64_t first, int64_t la
   t.finish = finish;
   const bool later = m.finishes && !converts_to_blocks(p.args);
   const int64_t rows = last - first, tiles = divide_up(rows, m.tile_rows), stride = m.panels * kPanel;
-  const int64_t slabs = tiles > 1 && m.slab_groups ? divide_up(t.groups, m.slab_groups) : 1;
-  const int64_t step = m.panels / 2, band_units = slabs > 1 ? m.band_units : step;
+  const int64_t slabs = tiles > 1 && m.slab_groups ? divide_up(t.groups, m.slab_groups) : 1, step = m.panels / 2;
+  const Course course = {step, slabs > 1 ? m.band_units : step, slabs};
   t.sums_stride = m.by_group ? 2 * rows : t.groups * m.sums_per_group;
   if (m.sums_per_group) make_sums(p.args.x, m, first, last, t.groups, sums);
-  for (int64_t band = p.first_unit; band < p.last_unit; band += band_units) {
-    const int64_t band_end = least(band + band_units, p.last_unit);
-    for (int64_t slab = 0; slab < slabs; slab++) {
-      t.begin = t.groups * slab / slabs;
-      t.end = t.groups * (slab + 1) / slabs;
-      for (int64_t unit = band; unit < band_end; unit += step) {
-        const Part next = part_after(p, m, band, band_end, unit, slab, slabs);
-        take_panels(p, m, unit, scratch, t);
-        for (int64_t i = 0; i < tiles; i++) {
-          int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
-          const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
-          const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
-          t.row = first + from;
-          t.rows = (int)(stop - from);
-          t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
-          look_ahead(p, m, unit, next, i, tiles, t);
-          float* y = slabs == 1 ? one_tile : (float*)sums + ((unit - band) * tiles + i) * m.tile_rows * stride;
-          m.kernels[t.rows - 1](t, y);
-          before.rows = 0;
-          if (slab + 1 < slabs) continue;
-          y += (start - from) * stride;
-          const int64_t units = least(step, p.last_unit - unit);
-          for (int64_t u = 0; u < units; u++) {
-            before = results_of(p, unit + u, first + start, stop - start, y + u * 2 * kPanel, stride);
-            if (!later) finish(before, 0, before.rows);
-          }
-          if (!later) before.rows = 0;
-          if (converts_to_blocks(p.args)) convert(p, unit + units, units, first + start, first + stop);
-        }
+  for (Part now = {p.first_unit, 0, p.first_unit}, next; now.unit < p.last_unit; now = next) {
+    next = part_after(p, course, now);
+    t.begin = t.groups * now.slab / slabs;
+    t.end = t.groups * (now.slab + 1) / slabs;
+    take_panels(p, m, now.unit, scratch, t);
+    for (int64_t i = 0; i < tiles; i++) {
+      int64_t start = m.full_tiles ? i * m.tile_rows : rows * i / tiles;
+      const int64_t stop = m.full_tiles ? least(start + m.tile_rows, rows) : rows * (i + 1) / tiles;
+      const int64_t from = m.full_tiles ? stop - m.tile_rows : start;
+      t.row = first + from;
+      t.rows = (int)(stop - from);
+      t.sums = sums + from * (m.by_group ? 1 : t.sums_stride) * 4;
+      look_ahead(p, m, course, now, next, i, tiles, t);
+      float* y = slabs == 1 ? one_tile : (float*)sums + ((now.unit - now.band) * tiles + i) * m.tile_rows * stride;
+      m.kernels[t.rows - 1](t, y);
+      before.rows = 0;
+      if (now.slab + 1 < slabs) continue;
+      y += (start - from) * stride;
+      const int64_t units = least(step, p.last_unit - now.unit);
+      for (int64_t u = 0; u < units; u++) {
+        before = results_of(p, now.unit + u, first + start, stop - start, y + u * 2 * kPanel, stride);
+        if (later) continue;
+        finish(before, 0, before.rows);
+        before.rows = 0;
       }
+      if (converts_to_blocks(p.args)) convert(p, now.unit + units, units, first + start, first + stop);
     }
   }
   finish(before, 0, before.rows);

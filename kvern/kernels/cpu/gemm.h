@@ -25,6 +25,9 @@
 namespace kvern {
 namespace KVERN_ISA {
 
+KVERN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+KVERN_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr int kMaxPanels = 4;    // at once
 constexpr int kMaxTileRows = 32;
 

@@ -81,7 +81,7 @@ void bf16_square(const Tile& t, float* y) {
     _tile_loadd(2, y + below * 32, 128);
     _tile_loadd(3, y + below * 32 + 16, 128);
   }
-  const int rows_a_group = (int)((t.before->rows + t.end - t.begin - 1) / (t.end - t.begin));
+  const int rows_a_group = (int)divide_up(t.before->rows, t.end - t.begin);
   int done = 0;
   for (int64_t group = t.begin; group < t.end; group++) {
     Tile::prefetch_ahead<2>(t, group);
@@ -101,7 +101,7 @@ void bf16_square(const Tile& t, float* y) {
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
     if (done < t.before->rows) {
-      const int next = done + rows_a_group < t.before->rows ? done + rows_a_group : t.before->rows;
+      const int next = (int)least(done + rows_a_group, t.before->rows);
       t.finish(*t.before, done, next);
       done = next;
     }
